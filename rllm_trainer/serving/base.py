@@ -1,0 +1,70 @@
+"""What the loop asks of a server: an OpenAI-compatible address, what it can do, and a proven swap of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from rllm_trainer.engine.base import WeightsFile
+from rllm_trainer.types import Float32, Int32
+
+__all__ = ["Capabilities", "Server", "SwapReport"]
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server can do; what it cannot is refused before the first rollout."""
+
+    token_ids: bool
+    logprobs: bool
+    processed_logprobs: bool
+    """Reported logprobs are those at the temperature used."""
+    swap: bool
+    lora_swap: bool
+    per_token_versions: bool
+    token_prompts: bool
+    """Takes token ids as a prompt (for exact continuation and probes)."""
+
+
+class SwapReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One swap, as measured."""
+
+    version: int
+    seconds: float
+    """From the request to the first token under the new version."""
+    requests_in_flight: int
+    proof: str
+    """What proved it: ``logprobs`` (old and new told apart) or ``digest`` (the change is too small to tell)."""
+    max_difference: float
+    """Largest |server - trainer| on the probe tokens under the new weights, nats."""
+
+
+class Server(Protocol):
+    """Started by us, or given as a URL; loopback and a token by default."""
+
+    capabilities: Capabilities
+
+    @property
+    def base_url(self) -> str:
+        """Ends in ``/v1``."""
+        ...
+
+    @property
+    def api_key(self) -> str: ...
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def version(self) -> int: ...
+
+    def swap(self, weights: WeightsFile) -> SwapReport:
+        """Load, clear caches of old weights, resume; requests in flight are kept. Raises with the old weights still served."""
+        ...
+
+    def prompt_logprobs(self, rows: Sequence[Int32], *, temperature: float = 1.0) -> list[Float32]:
+        """For each row (T) the served weights' logprob of each token given the ones before it, (T) with NaN first."""
+        ...
+
+    def close(self) -> None: ...
