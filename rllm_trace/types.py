@@ -41,12 +41,12 @@ class _Packed(array.array):  # type: ignore[type-arg]
 
     def __new__(cls, values: Iterable[Any] | bytes = ()) -> _Packed:
         if isinstance(values, (bytes, bytearray, memoryview)):
-            self = super().__new__(cls, cls._code)
+            self = super().__new__(cls, cls._code)  # pyright: ignore[reportUnknownMemberType]
             self.frombytes(values)
             if sys.byteorder == "big":
                 self.byteswap()
             return self
-        return super().__new__(cls, cls._code, values)
+        return super().__new__(cls, cls._code, values)  # pyright: ignore[reportUnknownMemberType]
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, (list, tuple)):
@@ -70,7 +70,7 @@ class _Packed(array.array):  # type: ignore[type-arg]
     def packed(self) -> bytes:
         """The numbers as little-endian bytes, 4 per number."""
         if sys.byteorder == "big":
-            swapped = array.array(self._code, self)
+            swapped: array.array[Any] = array.array(self._code, self)
             swapped.byteswap()
             return swapped.tobytes()
         return self.tobytes()

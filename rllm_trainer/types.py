@@ -10,9 +10,10 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
 from rllm_trace.types import Episode
 
-__all__ = ["Batch", "Fault", "Group", "Int32", "Float32", "Mask", "Rollout", "Row", "Sample", "SampledSpan"]
+__all__ = ["Batch", "Fault", "Float32", "Group", "Int32", "Mask", "Rollout", "Row", "Sample", "SampledSpan"]
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
