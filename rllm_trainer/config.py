@@ -1,0 +1,336 @@
+"""The settings of a run: keyword arguments in, one frozen table out, every entry effective or refused.
+
+An unknown name is refused with the nearest known one; a wrong type or range with what was expected; a setting that would do
+nothing beside the others given (an evaluation interval without evaluation rows) with what it needs. The table is printed at
+the start and saved in the run folder, so what is not in it does not exist.
+"""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict, cast
+
+import msgspec
+
+from rllm_trainer.exceptions import SettingError
+
+__all__ = [
+    "Constrained",
+    "KlEstimator",
+    "LoraSettings",
+    "LossAgg",
+    "Schedule",
+    "SettingRow",
+    "Settings",
+    "SettingsKw",
+    "make_settings",
+    "table",
+]
+
+Schedule = Literal["constant", "linear", "cosine"]
+LossAgg = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KlEstimator = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+Constrained = Literal["as_auto", "inexact", "refuse"]
+
+FULL_LR = 1e-5
+LORA_LR = 1e-4
+
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Seconds = Annotated[float, msgspec.Meta(gt=0)]
+_NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+_Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+_Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+
+
+class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Train an adapter instead of all weights: ``lora={"r": 16, "alpha": 32}``."""
+
+    r: _Positive = 16
+    """Rank."""
+    alpha: Annotated[float, msgspec.Meta(gt=0)] = 32.0
+    """Scale; the adapter's output is multiplied by alpha / r."""
+    targets: str | list[str] = "all-linear"
+    """Module names, or ``"all-linear"``."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every setting of a run, with its default."""
+
+    algorithm: str = "grpo"
+    """Advantage estimator, under verl's name."""
+    group_size: _Positive = 8
+    """Rollouts of one row that a baseline is taken over."""
+    steps: _Positive | None = None
+    """Rollout batches to train on; None: as many as ``epochs`` make."""
+    epochs: _Positive | None = None
+    """Passes over the rows; 1 if neither this nor ``steps`` is given."""
+    batch_tasks: _Positive = 8
+    """Rows of one batch; a batch has ``batch_tasks * group_size`` rollouts."""
+    shuffle: bool = True
+    """Draw rows in a seeded order; False: in the order given. A generator's rows are always taken as they come."""
+    seed: int = 0
+    """Fixes task order, per-call seeds, evaluation intervals and the engine's random states."""
+
+    lr: _NotNegative | None = None
+    """Learning rate; None: 1e-5, or 1e-4 with ``lora``."""
+    schedule: Schedule = "constant"
+    """How the learning rate goes after the warm-up; linear and cosine reach 0 after the last step."""
+    warmup_steps: _Count = 0
+    """Steps over which the learning rate rises linearly to ``lr``."""
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
+    """AdamW's moment decays."""
+    eps: Annotated[float, msgspec.Meta(gt=0)] = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: _NotNegative = 0.0
+    """AdamW's weight decay."""
+    clip_grad: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """Largest gradient norm."""
+    ppo_epochs: _Positive = 1
+    """Optimizer steps taken on one batch, each over all of it."""
+    policy_loss: str = "vanilla"
+    """Policy loss, under verl's name."""
+    loss_agg: LossAgg = "token-mean"
+    """How token losses become one number, under verl's names."""
+    clip_low: _NotNegative = 0.2
+    """The ratio is clipped at 1 - clip_low."""
+    clip_high: _NotNegative = 0.2
+    """The ratio is clipped at 1 + clip_high."""
+    norm_by_std: bool = True
+    """Divide advantages by the group's standard deviation, where the algorithm does."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    kl_coef: _NotNegative = 0.0
+    """Weight of the KL term to the run's initial weights; 0: no reference is loaded."""
+    kl_estimator: KlEstimator = "low_var_kl"
+    """How the KL is estimated, under verl's names."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL term is applied."""
+    mask_truncated: bool = False
+    """Leave replies that were cut by max_tokens out of the gradient."""
+    lora: LoraSettings | None = None
+    """Train an adapter of this shape; None: all weights."""
+    micro_batch_tokens: _Positive | None = None
+    """Most tokens that go through the model at once; changes memory and speed, not the gradient. None: the engine's choice."""
+    verl: dict[str, Any] = {}
+    """Passed to verl's configuration as it is; an entry that verl does not know is refused."""
+
+    sample_mode: Literal["tree", "prefix", "call"] = "tree"
+    """How calls become rows: rows that share prefixes, one row per unbroken lineage, or one row per call."""
+    overlong: Literal["refuse", "mask", "split"] = "refuse"
+    """What happens to a row that is longer than ``max_model_len``."""
+    sampling: dict[str, Any] | None = None
+    """Fields that override the app's own in redirected calls, such as {"temperature": 1.0}."""
+    max_tokens: _Positive | None = None
+    """Short for sampling={"max_tokens": ...}."""
+    max_model_len: _Positive | None = None
+    """Most tokens of prompt and reply together; None: what model and memory allow."""
+    replaces: list[str] | None = None
+    """Redirect only calls that ask for these model names; None: every chat, completion and responses call."""
+    constrained: Constrained = "as_auto"
+    """What happens to calls whose reply a grammar would force: tool_choice "auto" instead, kept inexact, or refused."""
+
+    serving: Literal["auto", "local"] = "auto"
+    """What serves the policy; auto: the best that this machine has."""
+    engine: Literal["auto", "verl"] = "auto"
+    """What updates the weights."""
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    """Port of the local server on loopback; 0: a free one."""
+    threads: _Positive | None = None
+    """Torch threads of engine and server each; None: all cores."""
+    concurrency: _Positive = 48
+    """Rollouts that run at the same time."""
+    call_timeout: _Seconds = 300.0
+    """Seconds that one redirected call may take."""
+    rollout_timeout: _Seconds = 900.0
+    """Seconds that one rollout may take, its rewards included; then it is given up, and its stack printed."""
+    batch_timeout: _Seconds = 3600.0
+    """Seconds that one batch of rollouts may take; then what is still running is given up."""
+    retries: _Count = 1
+    """New attempts of a rollout that an infrastructure fault ended."""
+    quorum: _Share = 1.0
+    """Share of each group that must have ended before the rest of it may be given up."""
+    quorum_grace: _Seconds = 30.0
+    """Seconds that the rest still gets once every group has its quorum."""
+
+    eval_every: _Positive | None = None
+    """Evaluate after every so many steps; None: before the first and after the last."""
+    eval_n: _Positive = 1
+    """Sampled rollouts of each evaluation row; their mean is the row's score."""
+    eval_greedy: bool = True
+    """Also evaluate at temperature 0 before and after the run, one rollout a row."""
+    save_every: _Positive = 10
+    """Write a checkpoint after every so many steps; one is always written at the end and on Ctrl-C."""
+    keep: _Positive = 2
+    """Checkpoints kept, the newest."""
+    progress: bool = True
+    """Print the run's tables and one line a step."""
+
+
+class SettingsKw(TypedDict, total=False):
+    """The settings that ``fit`` takes as further keywords; meanings and defaults stand in ``Settings``."""
+
+    steps: int | None
+    epochs: int | None
+    batch_tasks: int
+    shuffle: bool
+    seed: int
+    lr: float | None
+    schedule: Schedule
+    warmup_steps: int
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_grad: float
+    ppo_epochs: int
+    policy_loss: str
+    loss_agg: LossAgg
+    clip_low: float
+    clip_high: float
+    norm_by_std: bool
+    entropy_coef: float
+    kl_coef: float
+    kl_estimator: KlEstimator
+    kl_in: Literal["loss", "reward"]
+    mask_truncated: bool
+    lora: LoraSettings | dict[str, Any] | None
+    micro_batch_tokens: int | None
+    verl: dict[str, Any]
+    sample_mode: Literal["tree", "prefix", "call"]
+    overlong: Literal["refuse", "mask", "split"]
+    max_tokens: int | None
+    max_model_len: int | None
+    constrained: Constrained
+    port: int
+    threads: int | None
+    concurrency: int
+    call_timeout: float
+    rollout_timeout: float
+    batch_timeout: float
+    retries: int
+    quorum: float
+    quorum_grace: float
+    eval_every: int | None
+    eval_n: int
+    eval_greedy: bool
+    save_every: int
+    keep: int
+    progress: bool
+    resume: bool | str | Path
+
+
+class SettingRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the printed table."""
+
+    name: str
+    value: str
+    given: bool
+    """False: the default."""
+
+
+_NEEDS: dict[str, tuple[str, Any, str]] = {
+    "kl_estimator": ("kl_coef", 0.0, "a KL term"),
+    "kl_in": ("kl_coef", 0.0, "a KL term"),
+    "quorum_grace": ("quorum", 1.0, "a quorum below 1"),
+}
+"""A setting that only means something where another one is not at its default: (the other, its idle value, what it makes)."""
+
+
+def make_settings(given: Mapping[str, Any], *, refused: Mapping[str, str] | None = None) -> Settings:
+    """The table, from what the user gave.
+
+    Args:
+        given: name -> value, as written.
+        refused: names that this command does not use -> why; given, they are an error.
+
+    Raises:
+        SettingError: a name is unknown or without effect here, or a value has the wrong type or range.
+    """
+    for name in given:
+        if name not in Settings.__struct_fields__:
+            raise SettingError(_unknown(name, Settings.__struct_fields__))
+    for name, reason in (refused or {}).items():
+        if name in given:
+            raise SettingError(f"{name}={_shown(given[name])} would have no effect: {reason}; leave it out")
+    settings = _convert(given)
+    _check_together(settings, given)
+    sampling = dict(settings.sampling or {})
+    if settings.max_tokens is not None:
+        sampling["max_tokens"] = settings.max_tokens
+    lr = settings.lr if settings.lr is not None else (FULL_LR if settings.lora is None else LORA_LR)
+    epochs = settings.epochs if settings.steps is not None or settings.epochs is not None else 1
+    return msgspec.structs.replace(settings, lr=lr, epochs=epochs, sampling=sampling or None)
+
+
+def table(settings: Settings, given: Iterable[str]) -> list[SettingRow]:
+    """One line per setting, in the order of the table."""
+    names = set(given)
+    return [SettingRow(name=name, value=_shown(getattr(settings, name)), given=name in names) for name in Settings.__struct_fields__]
+
+
+def _convert(given: Mapping[str, Any]) -> Settings:
+    values = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    if isinstance(values.get("replaces"), str):
+        raise SettingError(
+            f"replaces={values['replaces']!r}: got a string, expected a list of model names: replaces=[{values['replaces']!r}]"
+        )
+    if isinstance(values.get("lora"), Mapping):
+        values["lora"] = dict(cast("Mapping[str, Any]", values["lora"]))
+        for name in cast("dict[str, Any]", values["lora"]):
+            if name not in LoraSettings.__struct_fields__:
+                raise SettingError("lora: " + _unknown(name, LoraSettings.__struct_fields__))
+    try:
+        return msgspec.convert(values, Settings)
+    except msgspec.ValidationError as error:
+        raise SettingError(_validation_words(str(error), given)) from None
+
+
+def _validation_words(message: str, given: Mapping[str, Any]) -> str:
+    what, _, path = message.partition(" - at `$.")
+    name = path.rstrip("`")
+    top = name.split(".")[0].split("[")[0]
+    expected = what[0].lower() + what[1:].replace("`", "")
+    choices = _choices(top)
+    hint = f"; choose one of {', '.join(repr(choice) for choice in choices)}" if choices else ""
+    if top in given and "got" not in expected:
+        expected += f", got {_shown(given[top])}"
+    return f"{name}={_shown(given[top]) if top in given else '?'}: {expected}{hint}"
+
+
+def _choices(name: str) -> tuple[Any, ...]:
+    hint = typing.get_type_hints(Settings).get(name)
+    return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+
+
+def _check_together(settings: Settings, given: Mapping[str, Any]) -> None:
+    if settings.steps is not None and settings.epochs is not None:
+        raise SettingError(f"got steps={settings.steps} and epochs={settings.epochs}; expected one of them: they both fix the run's length")
+    if settings.max_tokens is not None and "max_tokens" in (settings.sampling or {}):
+        raise SettingError("got max_tokens as a setting and inside sampling; expected one of them")
+    for name, (other, idle, made) in _NEEDS.items():
+        if name in given and getattr(settings, other) == idle:
+            raise SettingError(
+                f"{name}={_shown(given[name])} would have no effect: it needs {made}, and {other} is {idle:g}; set {other} or leave {name} out"
+            )
+    if settings.schedule != "constant" and settings.steps is not None and settings.warmup_steps >= settings.steps:
+        raise SettingError(
+            f"warmup_steps={settings.warmup_steps} leaves no step for the {settings.schedule} schedule: steps is {settings.steps}"
+        )
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if close:
+        return f"got the unknown setting {name!r}; did you mean {close[0]!r}?"
+    return f"got the unknown setting {name!r}; the settings are {', '.join(names)}"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, LoraSettings):
+        return repr(msgspec.to_builtins(value))
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."
