@@ -232,9 +232,9 @@ class SettingRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _NEEDS: dict[str, tuple[str, Any, str]] = {
-    "kl_estimator": ("kl_coef", 0.0, "a KL term"),
-    "kl_in": ("kl_coef", 0.0, "a KL term"),
-    "quorum_grace": ("quorum", 1.0, "a quorum below 1"),
+    "kl_estimator": ("kl_coef", 0.0, "KL term"),
+    "kl_in": ("kl_coef", 0.0, "KL term"),
+    "quorum_grace": ("quorum", 1.0, "giving up of stragglers"),
 }
 """A setting that only means something where another one is not at its default: (the other, its idle value, what it makes)."""
 
@@ -279,7 +279,7 @@ def _convert(given: Mapping[str, Any]) -> Settings:
         )
     if isinstance(values.get("lora"), Mapping):
         values["lora"] = dict(cast("Mapping[str, Any]", values["lora"]))
-        for name in cast("dict[str, Any]", values["lora"]):
+        for name in values["lora"]:
             if name not in LoraSettings.__struct_fields__:
                 raise SettingError("lora: " + _unknown(name, LoraSettings.__struct_fields__))
     try:
@@ -313,7 +313,7 @@ def _check_together(settings: Settings, given: Mapping[str, Any]) -> None:
     for name, (other, idle, made) in _NEEDS.items():
         if name in given and getattr(settings, other) == idle:
             raise SettingError(
-                f"{name}={_shown(given[name])} would have no effect: it needs {made}, and {other} is {idle:g}; set {other} or leave {name} out"
+                f"{name}={_shown(given[name])} would have no effect: {other}={idle:g} means no {made}; set {other} or leave {name} out"
             )
     if settings.schedule != "constant" and settings.steps is not None and settings.warmup_steps >= settings.steps:
         raise SettingError(
