@@ -10,7 +10,7 @@ from __future__ import annotations
 import array
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 
@@ -33,24 +33,30 @@ Termination = Literal["completed", "failed", "cancelled", "timeout", "unsettled"
 started were still open after the settle time."""
 
 
-class _Packed(array.array):  # type: ignore[type-arg]
+if TYPE_CHECKING:
+    _Array = array.array[Any]
+else:
+    _Array = array.array
+
+
+class _Packed(_Array):
     """An array of 4-byte numbers that compares with any sequence, pickles, copies and packs little-endian."""
 
     __slots__ = ()
     _code = "i"
 
-    def __new__(cls, values: Iterable[Any] | bytes = ()) -> _Packed:
+    def __new__(cls, values: Iterable[Any] | bytes = ()) -> Self:
         if isinstance(values, (bytes, bytearray, memoryview)):
-            self = super().__new__(cls, cls._code)  # pyright: ignore[reportUnknownMemberType]
+            self = super().__new__(cls, cls._code)
             self.frombytes(values)
             if sys.byteorder == "big":
                 self.byteswap()
             return self
-        return super().__new__(cls, cls._code, values)  # pyright: ignore[reportUnknownMemberType]
+        return super().__new__(cls, cls._code, values)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, (list, tuple)):
-            return self.tolist() == list(other)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+            return self.tolist() == list(other)  # pyright: ignore[reportUnknownArgumentType]
         return bool(super().__eq__(other))
 
     __hash__ = None  # type: ignore[assignment]
