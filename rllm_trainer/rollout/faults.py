@@ -1,0 +1,143 @@
+"""How a rollout ended in, whose fault it was out.
+
+Infrastructure faults (our deadline, a 5xx, a broken connection) and the app's own (it failed before its first exact call) leave
+the gradient, not the denominators. What the policy caused (the context ran over, a step limit, an action that could not be
+parsed) is trained, with the reward function's word or 0. Only infrastructure faults that raised are worth a new attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from rllm_trace.types import Episode, ModelCall
+from rllm_trainer.types import Fault
+
+__all__ = ["Verdict", "describe", "judge", "leaves_gradient"]
+
+_CONNECTION_TYPES = frozenset(
+    {
+        "APIConnectionError",
+        "APITimeoutError",
+        "ConnectError",
+        "ConnectTimeout",
+        "NetworkError",
+        "PoolTimeout",
+        "ProtocolError",
+        "ReadError",
+        "ReadTimeout",
+        "RemoteProtocolError",
+        "TransportError",
+        "WriteError",
+        "WriteTimeout",
+    }
+)
+"""Class names of openai's, httpx's and httpcore's connection errors; by name, because no client is imported for it."""
+_CLIENT_MODULES = ("openai", "httpx", "httpx2", "httpcore")
+_RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
+_APP_STATUS = frozenset({401, 403, 404, 405})
+_LONGEST_MESSAGE = 300
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What one ended rollout comes to."""
+
+    fault: Fault | None = None
+    """None: it ended well."""
+    reason: str | None = None
+    """One sentence for the report."""
+    retry: bool = False
+    """A new attempt may end well."""
+
+
+def judge(*, error: BaseException | None, deadline: str | None, episode: Episode | None) -> Verdict:
+    """Whose fault it was that a rollout ended as it did.
+
+    Args:
+        error: what the app raised, if it did.
+        deadline: which deadline of ours ended it, in words, if one did.
+        episode: what was recorded of it.
+    """
+    if deadline is not None:
+        return Verdict(fault="infrastructure", reason=deadline)
+    if error is not None:
+        return _judge_error(error, episode)
+    broken = _last_broken_call(episode)
+    if broken is not None and broken.error is not None:
+        return Verdict(
+            fault="infrastructure", reason=f"the app went on without the reply of a call that failed: {broken.error.message}", retry=True
+        )
+    return Verdict()
+
+
+def leaves_gradient(fault: Fault | None) -> bool:
+    """True where a rollout with this fault is not trained."""
+    return fault in ("infrastructure", "app", "reward")
+
+
+def describe(error: BaseException) -> str:
+    """``ValueError: text``, cut to a line."""
+    text = " ".join(str(error).split())
+    text = text if len(text) <= _LONGEST_MESSAGE else text[: _LONGEST_MESSAGE - 3] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _judge_error(error: BaseException, episode: Episode | None) -> Verdict:
+    what = describe(error)
+    if any(_is_connection(e) or _is_server_status(_status(e)) for e in _chain(error)):
+        return Verdict(fault="infrastructure", reason=f"the app raised {what}", retry=True)
+    if any(_status(e) in _APP_STATUS or isinstance(e, RllmError) for e in _chain(error)):
+        return Verdict(fault="app", reason=f"the app raised {what}")
+    if not any(call.exact and call.complete for call in episode.calls) if episode is not None else True:
+        return Verdict(fault="app", reason=f"the app raised {what} before its first exact call")
+    return Verdict(fault="policy", reason=f"the app raised {what}")
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        waiting += [e for e in (one.__cause__, None if one.__suppress_context__ else one.__context__) if e is not None]
+        if isinstance(one, BaseExceptionGroup):
+            waiting += cast("tuple[BaseException, ...]", one.exceptions)
+
+
+def _is_connection(error: BaseException) -> bool:
+    if isinstance(error, ConnectionError):
+        return True
+    return any(kind.__name__ in _CONNECTION_TYPES and kind.__module__.split(".")[0] in _CLIENT_MODULES for kind in type(error).__mro__)
+
+
+def _status(error: BaseException) -> int | None:
+    status = getattr(error, "status_code", None)
+    return status if isinstance(status, int) and not isinstance(status, bool) else None
+
+
+def _is_server_status(status: int | None) -> bool:
+    return status is not None and (status >= 500 or status in _RETRYABLE_STATUS)
+
+
+def _last_broken_call(episode: Episode | None) -> ModelCall | None:
+    """The last call to the policy of a trajectory, if its server or connection failed it: the app went on without a reply."""
+    if episode is None:
+        return None
+    for trajectory in episode.trajectories:
+        calls = [call for call in trajectory.calls if call.endpoint == "policy" and not call.late]
+        if calls and _failed_below(calls[-1]):
+            return calls[-1]
+    return None
+
+
+def _failed_below(call: ModelCall) -> bool:
+    if call.error is None:
+        return False
+    if _is_server_status(call.error.status_code):
+        return True
+    module, _, name = call.error.type.rpartition(".")
+    return name in _CONNECTION_TYPES and module.split(".")[0] in _CLIENT_MODULES
