@@ -8,9 +8,11 @@ parsed) is trained, with the reward function's word or 0. Only infrastructure fa
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import msgspec
 
+from rllm_trace.exceptions import RllmError
 from rllm_trace.types import Episode, ModelCall
 from rllm_trainer.types import Fault
 

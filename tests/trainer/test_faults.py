@@ -3,6 +3,7 @@
 import openai
 import pytest
 
+from rllm_trace.exceptions import CallRefusedError
 from rllm_trace.types import Choice, Episode, ErrorInfo, Logprobs, ModelCall, TokenIds, Trajectory
 from rllm_trainer.rollout.faults import Verdict, describe, judge, leaves_gradient
 
