@@ -42,7 +42,7 @@ def body(request: bytes) -> Json:
 
 
 def request_options(request: bytes) -> dict[str, Any]:
-    """Attributes of the sampling fields that the conventions name; never content."""
+    """Attributes of the sampling fields that the conventions name; of content only the stop strings, under ``REQUEST_STOP``."""
     fields = body(request)
     found: dict[str, Any] = {}
     for field, key, kind in _OPTIONS:

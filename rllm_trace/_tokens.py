@@ -115,6 +115,8 @@ def call_attributes(data: CallData, *, content: bool, tokens: bool) -> dict[str,
     found = _always(data)
     if content:
         found |= _content(data)
+    else:
+        found.pop(names.REQUEST_STOP, None)
     if tokens:
         found |= _arrays(data)
     return found

@@ -70,6 +70,7 @@ USER_ID: Final = "user.id"
 EXCEPTION_EVENT: Final = "exception"
 EXCEPTION_TYPE: Final = "exception.type"
 EXCEPTION_MESSAGE: Final = "exception.message"
+EXCEPTION_STACKTRACE: Final = "exception.stacktrace"
 
 # OpenInference, so that Phoenix shows every span with its icon
 OPENINFERENCE_KIND: Final = "openinference.span.kind"
@@ -157,6 +158,8 @@ TOKENS_ENCODING_VALUE: Final = "b64:i32le,f32le"
 # On the reward span
 REWARD_NAME: Final = "rllm.reward.name"
 REWARD_VALUE: Final = "rllm.reward.value"
+REWARD_VALUES: Final = "rllm.reward.values"
+"""JSON text: every reward that the function gave, where it gave several."""
 REWARD_WEIGHT: Final = "rllm.reward.weight"
 REWARD_TARGET: Final = "rllm.reward.target"
 REWARD_TARGET_SPAN: Final = "rllm.reward.target_span_id"
@@ -164,6 +167,33 @@ REWARD_SCOPE: Final = "rllm.reward.scope"
 
 # On spans that an exporter had to cut
 OMITTED_ATTRIBUTES: Final = "rllm.export.omitted_attributes"
+
+CONTENT_KEYS: Final = frozenset(
+    {
+        SYSTEM_INSTRUCTIONS,
+        INPUT_MESSAGES,
+        OUTPUT_MESSAGES,
+        TOOL_DEFINITIONS,
+        TOOL_CALL_ARGUMENTS,
+        TOOL_CALL_RESULT,
+        EVALUATION_EXPLANATION,
+        INPUT_VALUE,
+        OUTPUT_VALUE,
+        EPISODE_INPUT,
+        EPISODE_OUTPUT,
+        REQUEST_BODY,
+        REQUEST_ORIGINAL,
+        REQUEST_STOP,
+        RESPONSE_CHOICES,
+        CALL_ERROR_MESSAGE,
+        PROMPT_TOKEN_IDS,
+        RESPONSE_TOKEN_IDS,
+        RESPONSE_LOGPROBS,
+        EXCEPTION_MESSAGE,
+        EXCEPTION_STACKTRACE,
+    }
+)
+"""Attributes that may hold what a user or a model wrote; they leave only where content may."""
 
 # Scope of our tracer, and the resource
 SCOPE_NAME: Final = "rllm_trace"
