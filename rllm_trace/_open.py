@@ -1,0 +1,231 @@
+"""An episode while it runs: takes in the spans that start and end inside it, and hands itself over, once, when it has ended.
+
+It has ended when its workflow has returned and no span started inside is open any more, or when it is expired from outside. What ends
+later is late. Every change is a few steps under one re-entrant lock (a garbage collection may end a span inside another change),
+so that threads, tasks and finalizers may all work on it; the hand-over itself happens outside the lock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rllm_trace import attributes as A
+from rllm_trace._spans import Span, sources
+from rllm_trace.types import ErrorInfo, Termination
+
+if TYPE_CHECKING:
+    from rllm_trace._inbox import Inbox
+    from rllm_trace.rollouts import Rollout
+
+__all__ = ["Keeper", "OpenEpisode", "OpenTrajectory"]
+
+
+class OpenTrajectory:
+    """One entry of ``agent(...)``, or the default trajectory of an episode (``explicit`` False)."""
+
+    __slots__ = ("_numbers", "explicit", "id", "name")
+
+    def __init__(self, id: str, name: str, *, explicit: bool) -> None:
+        self.id = id
+        self.name = name
+        self.explicit = explicit
+        self._numbers = itertools.count()
+
+    def next_call_number(self) -> int:
+        """0 for the first call of this trajectory, then 1, ..."""
+        return next(self._numbers)
+
+
+class Keeper(Protocol):
+    """Who is told what becomes of an episode: the recorder."""
+
+    def ended(self, episode: OpenEpisode, span: Span) -> None:
+        """A span other than the root has ended in time."""
+        ...
+
+    def came_late(self, episode: OpenEpisode, span: Span) -> None:
+        """A span has ended after the episode."""
+        ...
+
+    def returned(self, episode: OpenEpisode) -> None:
+        """The workflow has returned and spans are still open: settle."""
+        ...
+
+    def done(self, episode: OpenEpisode) -> None:
+        """The episode has ended; told once."""
+        ...
+
+
+class OpenEpisode:
+    """One run of a workflow, from its start until its record is made."""
+
+    __slots__ = (
+        "__weakref__",
+        "_keeper",
+        "_lock",
+        "_open",
+        "closed",
+        "exported",
+        "foreign",
+        "id",
+        "inboxes",
+        "keeps_content",
+        "metadata",
+        "parent_episode_id",
+        "recorded",
+        "remote",
+        "returned",
+        "rollout",
+        "root",
+        "seed",
+        "session_id",
+        "spans",
+        "stored",
+        "task_id",
+        "thread",
+        "trace_id",
+        "trajectory",
+        "wants_tokens",
+    )
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        *,
+        id: str,
+        trace_id: str,
+        span_id: str,
+        workflow: str,
+        recorded: bool = True,
+        remote: bool = False,
+        exported: bool = False,
+        stored: bool = False,
+        wants_tokens: bool = False,
+        keeps_content: bool = False,
+        task_id: str | None = None,
+        session_id: str | None = None,
+        seed: int | None = None,
+        parent_episode_id: str | None = None,
+        metadata: dict[str, Any] | None = None,
+        inboxes: tuple[Inbox, ...] = (),
+        rollout: Rollout | None = None,
+    ) -> None:
+        self.id = id
+        self.trace_id = trace_id
+        self.task_id = task_id
+        self.session_id = session_id
+        self.seed = seed
+        """Seed of the rollout, from which the seeds of its calls are made; None outside training."""
+        self.parent_episode_id = parent_episode_id
+        self.metadata: dict[str, Any] = dict(metadata or {})
+        self.inboxes = inboxes
+        self.rollout = rollout
+        self.recorded = recorded
+        """False where the episode was sampled out: what runs inside is left alone."""
+        self.remote = remote
+        """True where its record is made in another process: spans are only exported."""
+        self.exported = exported
+        self.stored = stored
+        self.wants_tokens = wants_tokens
+        self.keeps_content = keeps_content
+        self.closed = False
+        self.returned = False
+        self.thread = threading.get_ident()
+        self.spans: list[Span] = []
+        self.foreign: dict[int, Any] = {}
+        """Open spans of third parties, by their own id (``_otel``)."""
+        self.trajectory = OpenTrajectory(span_id, workflow, explicit=False)
+        self.root = Span(
+            kind="workflow",
+            name=workflow,
+            trace_id=trace_id,
+            span_id=span_id,
+            parent_id=None,
+            episode_id=id,
+            trajectory_id=span_id,
+            trajectory_name=workflow,
+            started=sources.now(),
+        )
+        self._keeper = keeper
+        self._open: dict[str, Span] = {}
+        self._lock = threading.RLock()
+
+    def start(self, span: Span) -> bool:
+        """Takes in a span that starts; False if the episode has ended."""
+        with self._lock:
+            if self.closed:
+                return False
+            self._open[span.span_id] = span
+            return True
+
+    def end(self, span: Span) -> None:
+        """Takes in a span that has ended. The last one of a returned workflow ends the episode."""
+        done = False
+        with self._lock:
+            late = self.closed
+            if not late:
+                self._open.pop(span.span_id, None)
+                if not self.remote:
+                    self.spans.append(span)
+                    done = self.closed = self.returned and not self._open
+        if late:
+            span.late = True
+            self._keeper.came_late(self, span)
+            return
+        self._keeper.ended(self, span)
+        if done:
+            self._keeper.done(self)
+
+    def finish(self, termination: Termination, error: ErrorInfo | None) -> None:
+        """The workflow has returned, raised, or its generator has been closed."""
+        root = self.root
+        with self._lock:
+            late = self.closed
+            if not late:
+                root.ended = sources.now()
+                root.error = error
+                root.facts[A.TERMINATION] = termination
+                self.returned = True
+                self.closed = not self._open
+                closed = self.closed
+            else:
+                closed = False
+        if late:
+            late_root = root.copy()
+            late_root.ended, late_root.late = sources.now(), True
+            self._keeper.came_late(self, late_root)
+        elif closed:
+            self._keeper.done(self)
+        else:
+            self._keeper.returned(self)
+
+    def expire(self, reason: str, error_type: str) -> bool:
+        """Ends it now, with what there is: ``timeout`` if the workflow still runs, ``unsettled`` if it has returned. False: it had ended."""
+        with self._lock:
+            if self.closed:
+                return False
+            self.closed = True
+            now = sources.now()
+            left = [span.copy() for span in self._open.values()]
+            for span in left:
+                span.ended = now
+            self._open.clear()
+            root = self.root
+            if not self.returned:
+                root = self.root = root.copy()
+                root.ended = now
+                root.facts[A.TERMINATION] = "timeout"
+                root.error = ErrorInfo(type=error_type, message=reason)
+            elif root.facts[A.TERMINATION] == "completed":
+                root.facts[A.TERMINATION] = "unsettled"
+            root.facts[A.EPISODE_OPEN_CALLS] = sum(span.kind == "chat" for span in left)
+            self.spans.extend(span for span in left if span.kind == "agent")
+        self._keeper.done(self)
+        return True
+
+    @property
+    def open_spans(self) -> int:
+        """How many spans started inside are open now."""
+        return len(self._open)

@@ -1,0 +1,279 @@
+"""The process's one recorder: decides whether a workflow is recorded, and turns ended episodes into delivered records.
+
+On the app's thread an ended episode is put on a queue, nothing more; a writer thread makes the record and hands it to the inboxes and the
+store that were there when the episode started. The queue has a size: an episode that somebody waits for is then made by the thread that
+ended it, others are dropped whole and counted. The writer also watches the settle times.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import heapq
+import itertools
+import os
+import queue
+import random
+import threading
+import time
+from typing import Any, Final, Protocol
+
+from rllm_trace import attributes as A
+from rllm_trace._guard import counters, guard
+from rllm_trace._inbox import Inbox
+from rllm_trace._open import OpenEpisode
+from rllm_trace._spans import Span
+from rllm_trace.episodes import build_episode
+from rllm_trace.types import Episode
+
+__all__ = ["EpisodeSink", "Plan", "Recorder", "SpanSink", "recorder"]
+
+_MAX_QUEUED: Final = 4_096
+_MAX_REMEMBERED: Final = 10_000
+_OFF_WORDS: Final = frozenset({"", "0", "false", "no", "off"})
+_STOP: Final = None
+
+
+class EpisodeSink(Protocol):
+    """Takes finished episodes: the store, the JSON-lines file."""
+
+    def write(self, episode: Episode) -> None:
+        """Called on the writer thread; what it raises is counted as a failed delivery."""
+        ...
+
+    def flush(self, timeout: float) -> bool:
+        """True once all that was written is safe."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SpanSink(Protocol):
+    """Takes finished spans one by one: a batch processor before an exporter. ``put`` is on the app's thread and must only keep the reference."""
+
+    def put(self, span: Span) -> None: ...
+
+    def flush(self, timeout: float) -> bool: ...
+
+    def close(self, timeout: float) -> None: ...
+
+
+class Plan:
+    """How a root episode is to be recorded, decided once at its start."""
+
+    __slots__ = ("exported", "inboxes", "keeps_content", "rollout", "stored", "tokens")
+
+    def __init__(
+        self, *, inboxes: tuple[Inbox, ...], rollout: Inbox | None, exported: bool, stored: bool, tokens: bool, content: bool
+    ) -> None:
+        self.inboxes = inboxes
+        self.rollout = rollout
+        self.exported = exported
+        self.stored = stored
+        self.tokens = tokens
+        self.keeps_content = content
+
+
+class Recorder:
+    """Sinks, open episodes and the writer thread of this process. ``on`` is False while nothing at all is to be recorded."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.disabled = False
+        self._reset()
+        self.span_sinks: tuple[SpanSink, ...] = ()
+        self.episode_sinks: tuple[EpisodeSink, ...] = ()
+        self.sample = 1.0
+        self.tokens: bool | None = None
+        """None: as the rule says."""
+        self.content = False
+        """Whether what is exported or stored has content."""
+        self.settle = 5.0
+        self.rollouts = 0
+        """Rollouts that are open."""
+        self._random = random.SystemRandom()
+        self.delivered: collections.OrderedDict[str, tuple[str, str]] = collections.OrderedDict()
+        """(trace id, span id of the workflow) of the last episodes, for rewards that come later."""
+
+    def _reset(self) -> None:
+        self.inboxes: tuple[Inbox, ...] = ()
+        self.open_episodes: dict[str, OpenEpisode] = {}
+        self._lock = threading.RLock()
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._writer: threading.Thread | None = None
+        self._pending = 0
+        self._idle = threading.Condition()
+        self._serial = itertools.count()
+
+    # what is recorded
+
+    def check_environment(self) -> None:
+        """Reads RLLM_DISABLED; done whenever recording is asked for, never at import."""
+        self.disabled = os.environ.get(A.ENV_DISABLED, "").strip().lower() not in _OFF_WORDS
+        self.refresh()
+
+    def refresh(self) -> None:
+        """To be called after any change of what there is to record for."""
+        self.on = not self.disabled and bool(self.inboxes or self.rollouts or self.span_sinks or self.episode_sinks)
+
+    def open_inbox(self, inbox: Inbox) -> None:
+        with self._lock:
+            self.inboxes = (*self.inboxes, inbox)
+            self.refresh()
+
+    def close_inbox(self, inbox: Inbox) -> None:
+        with self._lock:
+            self.inboxes = tuple(other for other in self.inboxes if other is not inbox)
+            self.refresh()
+
+    def count_rollout(self, change: int) -> None:
+        with self._lock:
+            self.rollouts += change
+            self.refresh()
+
+    def plan(self, rollout: Inbox | None) -> Plan | None:
+        """How an episode that starts now is recorded; None: it is not."""
+        inboxes = self.inboxes if rollout is None else (*self.inboxes, rollout)
+        exported, stored = bool(self.span_sinks), bool(self.episode_sinks)
+        if (exported or stored) and self.sample < 1.0 and self._random.random() >= self.sample:
+            exported = stored = False
+        if not (inboxes or exported or stored):
+            return None
+        tokens = bool(inboxes or stored) if self.tokens is None else self.tokens
+        return Plan(
+            inboxes=inboxes,
+            rollout=rollout,
+            exported=exported,
+            stored=stored,
+            tokens=tokens or rollout is not None,
+            content=bool(inboxes) or self.content,
+        )
+
+    def track(self, episode: OpenEpisode) -> None:
+        """An episode has started."""
+        self.open_episodes[episode.id] = episode
+        for inbox in episode.inboxes:
+            inbox.add(episode)
+
+    # what becomes of an episode (the Keeper of OpenEpisode)
+
+    def ended(self, episode: OpenEpisode, span: Span) -> None:
+        if episode.exported:
+            for sink in self.span_sinks:
+                sink.put(span)
+
+    def came_late(self, episode: OpenEpisode, span: Span) -> None:
+        counters.add("late", "episode" if span.span_id == episode.root.span_id else span.kind)
+        self.ended(episode, span)
+
+    def returned(self, episode: OpenEpisode) -> None:
+        self._put((time.monotonic() + self.settle, next(self._serial), episode))
+
+    def done(self, episode: OpenEpisode) -> None:
+        self.open_episodes.pop(episode.id, None)
+        with self._idle:
+            full = self._pending >= _MAX_QUEUED
+            if not full:
+                self._pending += 1
+        if not full:
+            self._put(episode)
+        elif episode.inboxes:
+            self._deliver(episode)
+        else:
+            counters.add("dropped", "episode")
+
+    # the writer
+
+    def _put(self, item: Any) -> None:
+        if self._writer is None:
+            self._start_writer()
+        self._queue.put(item)
+
+    def _start_writer(self) -> None:
+        with self._lock:
+            if self._writer is None:
+                self._writer = threading.Thread(target=self._write, args=(self._queue,), name="rllm-trace-writer", daemon=True)
+                _start_thread(self._writer)
+
+    def _write(self, items: queue.SimpleQueue[Any]) -> None:
+        settling: list[tuple[float, int, OpenEpisode]] = []
+        while True:
+            try:
+                item = items.get(timeout=max(0.0, settling[0][0] - time.monotonic()) if settling else None)
+            except queue.Empty:
+                _, _, late = heapq.heappop(settling)
+                with guard("settle"):
+                    late.expire("calls were still open after the settle time", "")
+                continue
+            if item is _STOP:
+                return
+            if isinstance(item, OpenEpisode):
+                self._deliver(item)
+                with self._idle:
+                    self._pending -= 1
+                    self._idle.notify_all()
+            else:
+                heapq.heappush(settling, item)
+
+    def _deliver(self, episode: OpenEpisode) -> None:
+        record: Episode | None = None
+        with guard("episode"):
+            record = build_episode([*episode.spans, episode.root])
+        if record is None:
+            counters.add("failed", "episode")
+        else:
+            _count(record)
+            if episode.exported or episode.stored:
+                self._export(episode, record)
+        for inbox in episode.inboxes:
+            inbox.deliver(episode.id, record)
+        self.delivered[episode.id] = (episode.trace_id, episode.root.span_id)
+        if len(self.delivered) > _MAX_REMEMBERED:
+            self.delivered.popitem(last=False)
+        episode.spans = []
+
+    def _export(self, episode: OpenEpisode, record: Episode) -> None:
+        if episode.exported:
+            root = episode.root.copy()
+            root.facts[A.REWARD_VALUE] = record.reward
+            for sink in self.span_sinks:
+                sink.put(root)
+        if episode.stored:
+            for sink in self.episode_sinks:
+                try:
+                    sink.write(record)
+                except Exception:  # noqa: BLE001 - a full disk must not end the writer
+                    counters.add("failed", "episode delivery")
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Blocks until every ended episode has been delivered. False: the deadline came first."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._pending, max(0.0, timeout))
+
+    def stop(self) -> None:
+        """Ends the writer thread once its queue is empty; it comes back when it is needed."""
+        with self._lock:
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                self._queue.put(_STOP)
+                self._queue = queue.SimpleQueue()
+
+
+def _start_thread(thread: threading.Thread) -> None:
+    """Starts it in an empty context, so that it carries nothing of the app along."""
+    contextvars.Context().run(thread.start)
+
+
+def _count(record: Episode) -> None:
+    counters.add("recorded", "episode")
+    for trajectory in record.trajectories:
+        counters.add("recorded", "call", len(trajectory.calls))
+        counters.add("recorded", "tool", len(trajectory.tools))
+        counters.add("recorded", "reward", len(trajectory.rewards))
+        counters.add("failed", "call", sum(call.error is not None for call in trajectory.calls))
+    counters.add("recorded", "reward", len(record.rewards))
+    if record.termination != "completed":
+        counters.add("failed", f"episode {record.termination}")
+
+
+recorder: Final = Recorder()
