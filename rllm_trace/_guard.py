@@ -103,9 +103,7 @@ class guard:
     def _count(self, error: Exception) -> None:
         counters.add("faults", self._kind)
         if counters.first(f"fault:{self._kind}"):
-            _log.warning(
-                "rllm_trace: a fault of its own in %r was kept from the app; further ones are only counted", self._kind, exc_info=error
-            )
+            _log.warning("a fault of rllm_trace in %r was kept from the app; more are only counted", self._kind, exc_info=error)
 
 
 def warn_once(key: str, message: str, *, stacklevel: int = 3) -> None:

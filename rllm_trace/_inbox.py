@@ -64,7 +64,7 @@ class Inbox:
         with self._changed:
             return self._changed.wait_for(lambda: not self._open, max(0.0, timeout))
 
-    async def wait_async(self, timeout: float) -> bool:
+    async def wait_async(self, timeout: float) -> bool:  # noqa: ASYNC109 - ends by delivering, not by cancelling
         """The same without blocking the event loop."""
         loop = asyncio.get_running_loop()
         empty: asyncio.Future[None] = loop.create_future()
@@ -96,7 +96,7 @@ class Inbox:
             self.wait(max(_HANDOVER, deadline - time.monotonic()))
         return in_time
 
-    async def drain_async(self, timeout: float, reason: str, error_type: str) -> bool:
+    async def drain_async(self, timeout: float, reason: str, error_type: str) -> bool:  # noqa: ASYNC109 - ends by delivering, not by cancelling
         """The same without blocking the event loop."""
         in_time = await self.wait_async(timeout)
         if not in_time:

@@ -202,7 +202,7 @@ class OpenEpisode:
             self._keeper.returned(self)
 
     def expire(self, reason: str, error_type: str) -> bool:
-        """Ends it now, with what there is: ``timeout`` if the workflow still runs, ``unsettled`` if it has returned. False: it had ended."""
+        """Ends it now, as it is: ``timeout`` if the workflow still runs, ``unsettled`` if it has returned. False: it had ended."""
         with self._lock:
             if self.closed:
                 return False

@@ -49,9 +49,11 @@ class EpisodeSink(Protocol):
 
 
 class SpanSink(Protocol):
-    """Takes finished spans one by one: a batch processor before an exporter. ``put`` is on the app's thread and must only keep the reference."""
+    """Takes finished spans one by one: a batch processor before an exporter."""
 
-    def put(self, span: Span) -> None: ...
+    def put(self, span: Span) -> None:
+        """Called on the app's thread: keeps the reference, nothing more."""
+        ...
 
     def flush(self, timeout: float) -> bool: ...
 

@@ -71,7 +71,7 @@ class Rollout:
         self.inbox.drain(timeout, _overdue(timeout), EPISODE_TIMEOUT)
         return self.episodes
 
-    async def wait_async(self, timeout: float) -> Episodes:
+    async def wait_async(self, timeout: float) -> Episodes:  # noqa: ASYNC109 - ends by delivering, not by cancelling
         """The same without blocking the event loop."""
         await self.inbox.drain_async(timeout, _overdue(timeout), EPISODE_TIMEOUT)
         return self.episodes
