@@ -142,7 +142,7 @@ def _always(data: CallData) -> dict[str, AttributeValue]:
     if data.error is not None:
         found[names.ERROR_TYPE] = data.error.type
         if data.error.status_code is not None:
-            found[names.CALL_ERROR_STATUS] = data.error.status_code
+            found[names.ERROR_STATUS] = data.error.status_code
     return found | _counts(data)
 
 
@@ -178,7 +178,7 @@ def _content(data: CallData) -> dict[str, AttributeValue]:
         found[names.REQUEST_ORIGINAL] = dumps(data.requested)
     found[names.RESPONSE_CHOICES] = dumps([_without_arrays(choice) for choice in data.choices])
     if data.error is not None:
-        found[names.CALL_ERROR_MESSAGE] = data.error.message
+        found[names.ERROR_MESSAGE] = data.error.message
     system, messages = input_messages(data.operation, data.request)
     if system:
         found[names.SYSTEM_INSTRUCTIONS] = dumps(system)
@@ -263,8 +263,8 @@ def _error(attributes: Mapping[str, Any]) -> ErrorInfo | None:
         return None
     return ErrorInfo(
         type=attributes[names.ERROR_TYPE],
-        message=attributes.get(names.CALL_ERROR_MESSAGE, ""),
-        status_code=attributes.get(names.CALL_ERROR_STATUS),
+        message=attributes.get(names.ERROR_MESSAGE, ""),
+        status_code=attributes.get(names.ERROR_STATUS),
     )
 
 

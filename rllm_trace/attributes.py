@@ -66,6 +66,8 @@ SERVICE_NAME: Final = "service.name"
 SERVER_ADDRESS: Final = "server.address"
 SERVER_PORT: Final = "server.port"
 ERROR_TYPE: Final = "error.type"
+ERROR_MESSAGE: Final = "error.message"
+ERROR_STATUS: Final = "http.response.status_code"
 USER_ID: Final = "user.id"
 EXCEPTION_EVENT: Final = "exception"
 EXCEPTION_TYPE: Final = "exception.type"
@@ -83,6 +85,8 @@ INPUT_VALUE: Final = "input.value"
 OUTPUT_VALUE: Final = "output.value"
 
 # Identity (attributes on every span of ours; the first three are baggage too)
+SPAN_KIND: Final = "rllm.span.kind"
+"""workflow, agent, tool, reward, chat or other."""
 EPISODE_ID: Final = "rllm.episode.id"
 TASK_ID: Final = "rllm.task.id"
 TRAJECTORY_ID: Final = "rllm.trajectory.id"
@@ -123,8 +127,6 @@ CALL_IN_REWARD: Final = "rllm.call.in_reward"
 CALL_LATE: Final = "rllm.call.late"
 CALL_USAGE_REPORTED: Final = "rllm.call.usage_reported"
 """False where ``gen_ai.usage.*`` are our counts, because the server sent none."""
-CALL_ERROR_MESSAGE: Final = "rllm.call.error.message"
-CALL_ERROR_STATUS: Final = "rllm.call.error.status_code"
 CALL_TIME_TO_FIRST_TOKEN: Final = "rllm.call.time_to_first_token"
 """Nanoseconds, int."""
 POLICY_VERSION_START: Final = "rllm.policy.version"
@@ -185,7 +187,7 @@ CONTENT_KEYS: Final = frozenset(
         REQUEST_ORIGINAL,
         REQUEST_STOP,
         RESPONSE_CHOICES,
-        CALL_ERROR_MESSAGE,
+        ERROR_MESSAGE,
         PROMPT_TOKEN_IDS,
         RESPONSE_TOKEN_IDS,
         RESPONSE_LOGPROBS,

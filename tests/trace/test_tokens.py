@@ -125,7 +125,7 @@ def test_without_content_no_text_stays() -> None:
     found = call_attributes(call, content=False, tokens=False)
     assert "SECRET" not in repr(found)
     assert found["error.type"] == "openai.BadRequestError"
-    assert found["rllm.call.error.status_code"] == 400
+    assert found["http.response.status_code"] == 400
     assert found["rllm.response.token_count"] == 1
 
 

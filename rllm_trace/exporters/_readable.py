@@ -1,0 +1,60 @@
+"""A finished span of ours in, OpenTelemetry's ``ReadableSpan`` out, with what may leave of it and nothing else.
+
+Runs on an exporting thread. The span that comes out carries the record it was made from as ``_rllm``, for exporters of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rllm_trace import attributes as names
+from rllm_trace._disclosure import Disclosure, disclose_span
+from rllm_trace._span_attributes import span_attributes, span_name
+from rllm_trace._spans import Span
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+
+__all__ = ["Convert", "converter"]
+
+Convert = Callable[[Span, Disclosure], "ReadableSpan"]
+
+
+def converter(service_name: str | None = None) -> Convert:
+    """A function that makes ReadableSpans of this service. Without a name the standard variables decide, else ``rllm``."""
+    from opentelemetry.sdk.resources import Resource
+
+    given: dict[str, Any] = {} if service_name is None else {names.SERVICE_NAME: service_name}
+    resource = Resource.create(given)
+    if service_name is None and str(resource.attributes.get(names.SERVICE_NAME, "")).startswith("unknown_service"):
+        resource = resource.merge(Resource({names.SERVICE_NAME: names.DEFAULT_SERVICE_NAME}))
+    return lambda span, disclosure: _readable(span, disclosure, resource)
+
+
+def _readable(span: Span, disclosure: Disclosure, resource: Resource) -> ReadableSpan:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+    from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+    def context(trace_id: str, span_id: str) -> SpanContext:
+        return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+    shown = disclose_span(span, disclosure)
+    error = shown.error if shown.call is None else shown.call.error or shown.error
+    made = ReadableSpan(
+        name=span_name(shown),
+        context=context(shown.trace_id, shown.span_id),
+        parent=None if shown.parent_id is None else context(shown.trace_id, shown.parent_id),
+        resource=resource,
+        attributes=span_attributes(shown, content=disclosure.content, tokens=disclosure.tokens),
+        links=[Link(context(*link)) for link in shown.links],
+        kind=SpanKind.CLIENT if shown.kind == "chat" else SpanKind.INTERNAL,
+        status=Status(StatusCode.UNSET) if error is None else Status(StatusCode.ERROR, error.message or error.type),
+        start_time=shown.started,
+        end_time=max(shown.ended, shown.started),
+        instrumentation_scope=InstrumentationScope(names.SCOPE_NAME),
+    )
+    made._rllm = shown  # type: ignore[attr-defined]
+    return made
