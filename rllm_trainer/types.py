@@ -66,7 +66,11 @@ class SampledSpan(msgspec.Struct, frozen=True, kw_only=True):
     stop: int
     """One past the last token in the row."""
     trained: bool = True
-    """False where another row trains these tokens: they are context here."""
+    """False where another row trains these tokens, or none does: they are context here."""
+    offset: int = 0
+    """Index in the reply of the token at ``start``; above 0 only where an over-long row was split inside the reply."""
+    finish_reason: str | None = None
+    """The choice's own, such as ``stop`` or ``length``."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +91,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Float32
     """(T) the server's logprob of each sampled token; NaN where the token was not sampled."""
     versions: Int32
-    """(T) policy version that sampled the token; -1 where the token was not sampled."""
+    """(T) policy version that sampled the token; -1 where the token was not sampled, or the server tells no version."""
     temperature: float
     """Temperature of every trained span in this row; a lineage that changes it is cut."""
     spans: list[SampledSpan]
