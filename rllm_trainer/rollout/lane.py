@@ -1,0 +1,120 @@
+"""Coroutines in, futures out: one event loop in a thread of its own, for apps and rewards that are async.
+
+The loop lives as long as the runner, so that clients bound to it are used in one loop only. A coroutine that blocks it is found by
+``responds``; such a loop is left behind and another one made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import sys
+import threading
+import traceback
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from contextvars import Context
+from typing import Any
+
+__all__ = ["Lane", "stack_of_thread"]
+
+
+class Lane:
+    """An event loop in a daemon thread."""
+
+    def __init__(self, name: str = "rllm-apps") -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, Any], context: Context) -> LaneTask:
+        """Start a coroutine in the loop, in this context."""
+        return LaneTask(self, work, context)
+
+    def responds(self, timeout: float) -> bool:
+        """Whether the loop takes work; False: something blocks it, or it has been closed."""
+        answered = threading.Event()
+        try:
+            self._loop.call_soon_threadsafe(answered.set)
+        except RuntimeError:
+            return False
+        return answered.wait(timeout)
+
+    def stack(self) -> str:
+        """Where the loop's thread is now."""
+        return stack_of_thread(self._thread)
+
+    def close(self, timeout: float) -> bool:
+        """Cancel what still runs and end the thread; False: it is blocked and stays behind."""
+        with contextlib.suppress(RuntimeError):
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).add_done_callback(lambda _: self._stop())
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _stop(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        finally:
+            asyncio.set_event_loop(None)
+            self._loop.close()
+
+
+class LaneTask:
+    """One coroutine in a lane."""
+
+    def __init__(self, lane: Lane, work: Coroutine[Any, Any, Any], context: Context) -> None:
+        self.lane = lane
+        self.done: Future[Any] = Future()
+        self._work = work
+        self._context = context
+        self._task: asyncio.Task[None] | None = None
+        lane._loop.call_soon_threadsafe(self._start)
+
+    def cancel(self) -> None:
+        """Ask it to end."""
+        with contextlib.suppress(RuntimeError):
+            self.lane._loop.call_soon_threadsafe(self._cancel)
+
+    def stack(self) -> str:
+        """Where it waits; where the loop's thread is, if it is this one that blocks it."""
+        text = io.StringIO()
+        task = self._task
+        if task is not None:
+            task.print_stack(file=text)
+        return text.getvalue() if self.lane.responds(1.0) else text.getvalue() + self.lane.stack()
+
+    def _start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._settle(), context=self._context)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _settle(self) -> None:
+        try:
+            result = await self._work
+        except BaseException as error:  # noqa: BLE001 - it is the waiting thread's to see
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(result)
+
+
+def stack_of_thread(thread: threading.Thread) -> str:
+    """Where a thread is now, as a traceback prints it; empty where it has ended."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+
+async def _cancel_all() -> None:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=1.0) if tasks else None
