@@ -13,12 +13,15 @@ from pathlib import Path
 
 from rllm_trainer.tensorboard import EventFile
 
-__all__ = ["Line", "MetricsLog", "read_metrics"]
+__all__ = ["EVAL_GREEDY", "EVAL_SAMPLED", "REWARD_MEAN", "STEP", "Line", "MetricsLog", "read_metrics"]
 
 Line = dict[str, float]
 """One step's metrics; ``step`` is among them."""
 
 STEP = "step"
+REWARD_MEAN = "reward/mean"
+EVAL_SAMPLED = "eval/sampled"
+EVAL_GREEDY = "eval/greedy"
 
 
 class MetricsLog:
