@@ -1,0 +1,176 @@
+"""The run folder: who may write in it, where a run stands, and what it can be continued from.
+
+A checkpoint is written beside the others, synced, and renamed into place: it is there whole or not at all. The order of the rows,
+the schedule and all seeds are functions of the step, so a state is small; weights, moments and random states are the engine's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rllm_trainer.engine.base import Engine
+from rllm_trainer.exceptions import CheckpointError
+
+__all__ = ["SETTINGS_FILE", "Checkpoints", "State", "new_run_dir", "owned", "require_same", "write_json"]
+
+_FOLDER = "checkpoints"
+_STATE = "state.json"
+_ENGINE = "engine"
+_LOCK = ".lock"
+SETTINGS_FILE = "settings.json"
+_NAME = re.compile(r"step-(\d{6})")
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run stands between two steps."""
+
+    step: int = 0
+    """Steps done; the next one is ``step + 1``."""
+    version: int = 0
+    """Version of the weights; falls behind ``step`` where steps had nothing to learn from."""
+    steps: int | None = None
+    """Steps in all; None: until the rows run out."""
+    fingerprint: dict[str, Any] = {}
+    """What must be the same for a run to be continued: rows, model, seed, batch and group size, algorithm."""
+
+
+class Checkpoints:
+    """The checkpoints of one run folder."""
+
+    def __init__(self, run_dir: Path, keep: int) -> None:
+        self.folder = run_dir / _FOLDER
+        self._keep = keep
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def save(self, state: State, engine: Engine) -> Path:
+        """Write one, then drop the oldest beyond ``keep``. Raises ``CheckpointError`` where the disk refuses."""
+        final = self.folder / f"step-{state.step:06d}"
+        if self._readable(final) is not None:
+            return final
+        temporary = self.folder / f".{final.name}.tmp"
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(final, ignore_errors=True)
+            temporary.mkdir()
+            engine.save(temporary / _ENGINE)
+            (temporary / _STATE).write_bytes(msgspec.json.encode(state))
+            _sync_tree(temporary)
+            temporary.rename(final)
+            _sync(self.folder)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(
+                f"the checkpoint {final} could not be written: {error}; free space or choose another output_dir"
+            ) from error
+        for old in self._all()[: -self._keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def latest(self) -> tuple[State, Path] | None:
+        """The newest whole checkpoint: its state, and the folder that the engine wrote."""
+        for folder in reversed(self._all()):
+            state = self._readable(folder)
+            if state is not None:
+                return state, folder / _ENGINE
+        return None
+
+    def _all(self) -> list[Path]:
+        return sorted(folder for folder in self.folder.iterdir() if _NAME.fullmatch(folder.name))
+
+    def _readable(self, folder: Path) -> State | None:
+        try:
+            return msgspec.json.decode((folder / _STATE).read_bytes(), type=State)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+
+def new_run_dir(output_dir: Path | None, *, name: str, resume: bool | Path) -> Path:
+    """The folder of this run, made if it is new.
+
+    Raises:
+        CheckpointError: it holds a run that was not asked to be continued, or none where one was.
+    """
+    if isinstance(resume, Path):
+        output_dir = resume
+    if output_dir is None:
+        if resume:
+            raise CheckpointError("resume=True needs output_dir=, the folder of the run to continue; or give that folder as resume=")
+        output_dir = Path("runs") / f"{_slug(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+        output_dir = _free(output_dir)
+    run_dir = output_dir.absolute()
+    holds_run = (run_dir / SETTINGS_FILE).exists()
+    if resume and not holds_run:
+        raise CheckpointError(f"{run_dir} holds no run to continue; leave resume out to start one there")
+    if holds_run and not resume:
+        raise CheckpointError(f"{run_dir} already holds a run; pass resume=True to continue it, or another output_dir")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"the run folder {run_dir} cannot be made: {error}") from error
+    return run_dir
+
+
+@contextmanager
+def owned(run_dir: Path) -> Generator[None]:
+    """Hold the folder; a second run in it is refused with ``CheckpointError``. Freed by the system if this process dies."""
+    with (run_dir / _LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise CheckpointError(f"another run is writing to {run_dir}; wait for it, or choose another output_dir") from None
+        yield
+
+
+def require_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ``CheckpointError`` where a continued run would not be the same run."""
+    for name, value in now.items():
+        if name in saved and saved[name] != value:
+            raise CheckpointError(
+                f"the run to continue had {name}={saved[name]!r}, and now it is {value!r}; "
+                "give the same, or start a new run in another output_dir"
+            )
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2) + b"\n")
+    _sync(temporary)
+    temporary.replace(path)
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_]+", "-", name.rpartition(".")[2]).strip("-") or "run"
+
+
+def _free(path: Path) -> Path:
+    number = 2
+    free = path
+    while free.exists():
+        free = path.with_name(f"{path.name}-{number}")
+        number += 1
+    return free
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_file() or path.is_dir():
+            _sync(path)
