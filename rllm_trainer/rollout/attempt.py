@@ -7,24 +7,26 @@ that its calls are refused and its outcome is not listened to.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextvars import Context
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
+from rllm_trace.episodes import with_rewards
+from rllm_trace.exceptions import RewardError as BadReward
 from rllm_trace.rollouts import Rollout, rollout
 from rllm_trace.routing import Endpoint, Route
 from rllm_trace.types import Episode
 from rllm_trainer.exceptions import RewardError
+from rllm_trainer.rollout.app import consumed, drained
 from rllm_trainer.rollout.arguments import Arguments
 from rllm_trainer.rollout.faults import Verdict, describe, judge, leaves_gradient
 from rllm_trainer.rollout.lane import Lane, LaneTask, stack_of_thread
-from rllm_trainer.rollout.rewards import RewardPlan, Scored, given_rewards, read_value, total_reward, with_rewards
+from rllm_trainer.rollout.rewards import RewardPlan, Scored, given_rewards, read_value, total_reward
 
 __all__ = ["Attempt", "Conditions", "Job", "Outcome", "RolloutOver"]
 
@@ -145,7 +147,7 @@ class Attempt:
         with self._rollout() as handle:
             self._handle = handle
             try:
-                output = self._drained(self._app(*self._arguments.args, **self._arguments.kwargs), context)
+                output = drained(self._app(*self._arguments.args, **self._arguments.kwargs))
             except BaseException as raised:  # noqa: BLE001 - the app's own, whatever it is: becomes the record
                 error = raised
         return self._finish(handle, output, error, context)
@@ -161,19 +163,10 @@ class Attempt:
         with self._rollout() as handle:
             self._handle = handle
             try:
-                produced = self._app(*self._arguments.args, **self._arguments.kwargs)
-                output = [item async for item in produced] if isinstance(produced, AsyncIterator) else await produced
+                output = await consumed(self._app(*self._arguments.args, **self._arguments.kwargs))
             except BaseException as raised:  # noqa: BLE001 - the app's own, whatever it is: becomes the record
                 error = raised
         return handle, output, error
-
-    def _drained(self, produced: Any, context: Context) -> Any:
-        """A generator's items as a list, an awaitable's result: an app that returns one is done when that is."""
-        if isinstance(produced, Iterator):
-            return list(cast("Iterator[Any]", produced))
-        if isinstance(produced, (Awaitable, AsyncIterator)):
-            return asyncio.run(_consumed(cast("Awaitable[Any] | AsyncIterator[Any]", produced)))
-        return produced
 
     def _rollout(self) -> Any:
         metadata = self._conditions.metadata | {"index": self.job.index, "attempt": self.number}
@@ -201,7 +194,7 @@ class Attempt:
             return self._outcome(verdict, episode, _scored(episode), extra)
         try:
             episode = self._score(episode, output, error, context)
-        except RewardError as refused:
+        except (RewardError, BadReward) as refused:
             return self._outcome(Verdict(fault="reward", reason=f"{refused} (task {self.job.task_id})"), episode, _scored(episode), extra)
         scored = total_reward(episode)
         if scored.reward is None and verdict.fault == "policy":
@@ -251,7 +244,3 @@ def _root(episodes: list[Episode]) -> tuple[Episode | None, list[Episode]]:
 
 async def _result_of(work: Awaitable[Any]) -> Any:
     return await work
-
-
-async def _consumed(work: Awaitable[Any] | AsyncIterator[Any]) -> Any:
-    return [item async for item in work] if isinstance(work, AsyncIterator) else await work

@@ -8,7 +8,6 @@ again under the same name. A total is the sum of weight * value over the records
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType, ModuleType
@@ -16,15 +15,17 @@ from typing import Any, cast
 
 import msgspec
 
+from rllm_trace._rewards import RewardKind
+from rllm_trace._values import rewards_of
 from rllm_trace.types import Episode, Reward
 from rllm_trainer.exceptions import RewardError
+from rllm_trainer.rollout.app import kinds_of
 from rllm_trainer.rollout.arguments import app_name
 
-__all__ = ["RewardFunction", "RewardPlan", "Scored", "given_rewards", "plan_rewards", "read_value", "total_reward", "with_rewards"]
+__all__ = ["RewardFunction", "RewardPlan", "Scored", "given_rewards", "plan_rewards", "read_value", "total_reward"]
 
 OUTPUT, ROW, EPISODE, ERROR = "output", "row", "episode", "error"
 _RESERVED = (OUTPUT, ROW, EPISODE, ERROR)
-_MARK = "__rllm_reward__"
 _LATER = "add_reward"
 
 
@@ -43,13 +44,12 @@ class RewardFunction:
     def __init__(self, function: Callable[..., Any]) -> None:
         if not callable(function):
             raise RewardError(f"reward: got {function!r}; expected a function or a list of functions")
-        mark = getattr(function, _MARK, None)
-        self.call: Callable[..., Any] = getattr(function, "__wrapped__", function) if mark is not None else function
-        self.name: str = mark.name if mark is not None else app_name(function).rpartition(".")[2]
-        self.weight: float = mark.weight if mark is not None else 1.0
+        kind = _kind_of(function)
+        self.call: Callable[..., Any] = getattr(function, "__wrapped__", function) if kind is not None else function
+        self.name: str = (kind and kind.name) or app_name(function).rpartition(".")[2]
+        self.weight: float = kind.weight if kind is not None else 1.0
         self._parameters = _parameters(self.call, self.name)
         self.takes_error = any(p.name == ERROR or p.kind is inspect.Parameter.VAR_KEYWORD for p in self._parameters)
-        self.is_async = inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(getattr(self.call, "__call__", None))  # noqa: B004
 
     def arguments(self, *, output: Any, row: Any, episode: Episode | None, error: BaseException | None) -> dict[str, Any]:
         """Its arguments for one rollout. Raises ``RewardError`` where a required parameter has no value."""
@@ -121,15 +121,10 @@ def read_value(function: RewardFunction, value: Any, *, given: Iterable[str] = (
     """The records of what a reward function returned; names that the app has given already are left out.
 
     Raises:
-        RewardError: it is None, NaN, a string or something else that is no finite number.
+        rllm_trace.exceptions.RewardError: it is None, NaN, a string or something else that is no finite number.
     """
     skip = set(given)
-    if isinstance(value, Reward):
-        return [] if value.name in skip else [msgspec.structs.replace(value, value=_number(function, value.value))]
-    if isinstance(value, Mapping):
-        named = {str(k): _number(function, v, str(k)) for k, v in cast("Mapping[Any, Any]", value).items()}
-        return [Reward(name=name, value=number, weight=function.weight) for name, number in named.items() if name not in skip]
-    return [Reward(name=function.name, value=_number(function, value), weight=function.weight)]
+    return [r for r in rewards_of(value, function.name, function.weight, target=None, span_id=None) if r.name not in skip]
 
 
 def given_rewards(episode: Episode | None) -> dict[str, float]:
@@ -140,33 +135,11 @@ def given_rewards(episode: Episode | None) -> dict[str, float]:
     return {r.name: r.value for r in ofs if not r.superseded}
 
 
-def with_rewards(episode: Episode, added: Sequence[Reward]) -> Episode:
-    """The episode with further rewards of its own scope, and its new total."""
-    rewards = [*episode.rewards, *added]
-    counted = [r for r in rewards if not r.superseded]
-    total = sum(r.weight * r.value for r in counted) if counted else None
-    return msgspec.structs.replace(episode, rewards=rewards, reward=total)
-
-
 def total_reward(episode: Episode) -> Scored:
     """What an episode is worth: its own total, else the mean of its trajectories' totals."""
     own = [t.reward for t in episode.trajectories if t.reward is not None]
     reward = episode.reward if episode.reward is not None else (sum(own) / len(own) if own else None)
     return Scored(reward=reward, rewards=given_rewards(episode))
-
-
-def _number(function: RewardFunction, value: Any, name: str | None = None) -> float:
-    what = function.name if name is None else f"{function.name}[{name!r}]"
-    expected = "expected a finite number, a bool, a dict of them, or rllm.Reward"
-    if isinstance(value, (str, bytes)) or value is None or not hasattr(value, "__float__"):
-        raise RewardError(f"the reward {what} returned {_short(value)}; {expected}")
-    try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
-        raise RewardError(f"the reward {what} returned {_short(value)} ({error}); {expected}") from None
-    if not math.isfinite(number):
-        raise RewardError(f"the reward {what} returned {number}; {expected}")
-    return number
 
 
 def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:
@@ -188,6 +161,11 @@ def _require_distinct(functions: Sequence[RewardFunction]) -> None:
         raise RewardError(f"two rewards are named {sorted(twice)[0]!r}; give one another name: @rllm.reward(name=...)")
 
 
+def _kind_of(function: Any) -> RewardKind | None:
+    """The settings of its own ``@reward``; None without."""
+    return next((kind for kind in kinds_of(function) if isinstance(kind, RewardKind)), None)
+
+
 def _module_of(app: Callable[..., Any]) -> ModuleType:
     inner = inspect.unwrap(getattr(app, "func", app))
     name = getattr(inner, "__module__", None) or type(inner).__module__
@@ -195,7 +173,7 @@ def _module_of(app: Callable[..., Any]) -> ModuleType:
 
 
 def _decorated(module: ModuleType) -> list[Callable[..., Any]]:
-    found = [value for value in vars(module).values() if getattr(value, _MARK, None) is not None and callable(value)]
+    found = [value for value in vars(module).values() if callable(value) and _kind_of(value) is not None]
     return list({id(value): value for value in found}.values())
 
 
@@ -206,7 +184,7 @@ def _gives_rewards(module: ModuleType) -> bool:
         if getattr(inner, "__module__", None) != module.__name__:
             continue
         parts = list(vars(inner).values()) if inspect.isclass(inner) else [inner]
-        if any(getattr(part, _MARK, None) is not None or _names(getattr(part, "__code__", None), _LATER) for part in parts):
+        if any(_kind_of(part) is not None or _names(getattr(part, "__code__", None), _LATER) for part in parts):
             return True
     return False
 
@@ -215,8 +193,3 @@ def _names(code: CodeType | None, name: str) -> bool:
     if code is None:
         return False
     return name in code.co_names or any(_names(const, name) for const in code.co_consts if isinstance(const, CodeType))
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -8,8 +8,6 @@ early where the run has a quorum. What one rollout does never ends the others.
 from __future__ import annotations
 
 import contextvars
-import functools
-import inspect
 import math
 import queue
 import threading
@@ -20,12 +18,13 @@ from typing import Any
 
 import msgspec
 
-import rllm_trace
 from rllm_trace.types import Episode
+from rllm_trainer.rollout.app import as_workflow, is_async
 from rllm_trainer.rollout.arguments import Binder
 from rllm_trainer.rollout.attempt import Attempt, Conditions, Job, Outcome
+from rllm_trainer.rollout.faults import Verdict
 from rllm_trainer.rollout.lane import Lane
-from rllm_trainer.rollout.rewards import RewardPlan
+from rllm_trainer.rollout.rewards import RewardPlan, Scored
 from rllm_trainer.types import Rollout
 
 __all__ = ["Limits", "Listener", "RunInterrupted", "Runner"]
@@ -75,8 +74,8 @@ class Runner:
         self.binder = Binder(app)
         self.plan = plan
         self.limits = limits
-        self._is_async = _is_async(app)
-        self._app = _as_workflow(app, is_async=self._is_async)
+        self._is_async = is_async(app)
+        self._app = as_workflow(app)
         self._context = contextvars.copy_context()
         self._lane_lock = threading.Lock()
         self._lane: Lane | None = None
@@ -227,17 +226,8 @@ class _Batch:
 
 
 def _never_started(reason: str) -> Outcome:
-    from rllm_trainer.rollout.faults import Verdict
-    from rllm_trainer.rollout.rewards import Scored
-
     return Outcome(
-        verdict=Verdict(fault="infrastructure", reason=f"it was not started: {reason}"), episode=None, scored=Scored(reward=None, rewards={})
+        verdict=Verdict(fault="infrastructure", reason=f"it was not started: {reason}"),
+        episode=None,
+        scored=Scored(reward=None, rewards={}),
     )
-
-
-def _is_async(app: Callable[..., Any]) -> bool:
-    inner = inspect.unwrap(app)
-    while isinstance(inner, functools.partial):
-        inner = inspect.unwrap(inner.func)
-    candidates = (app, inner, getattr(inner, "__call__", None))  # noqa: B004 - a callable object's own function
-    return any(inspect.iscoroutinefunction(c) or inspect.isasyncgenfunction(c) for c in candidates)
