@@ -1,0 +1,115 @@
+"""May this call ask its server for token ids and logprobs, with which fields, and what if the server refuses them.
+
+Calls to the policy always ask, and a refusal is the app's error. Other endpoints are asked unless their host is known to be strict; there
+is no probe request: the first real call carries the fields, one that is refused with a 400, 403 or 422 naming an added field is sent
+once more untouched, and the refusal is remembered for that base URL, model and field.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any, Final, cast
+
+from rllm_trace.clients._decode import Keep, Operation
+
+__all__ = ["Asking", "Refusals", "ask", "is_strict", "refusals"]
+
+_STRICT_HOSTS: Final = (
+    "amazonaws.com",
+    "anthropic.com",
+    "azure.com",
+    "cerebras.ai",
+    "cohere.ai",
+    "cohere.com",
+    "deepseek.com",
+    "googleapis.com",
+    "groq.com",
+    "mistral.ai",
+    "openai.com",
+    "openrouter.ai",
+    "perplexity.ai",
+    "x.ai",
+)
+"""Hosts, with all their subdomains, that refuse unknown fields or give no ids."""
+
+_REFUSING: Final = frozenset({400, 403, 422})
+_MAX_REMEMBERED: Final = 4_096
+
+_FIELDS: Final[dict[Operation, dict[str, Any]]] = {
+    "chat": {"logprobs": True, "return_token_ids": True},
+    "text_completion": {"logprobs": 1, "return_token_ids": True},
+    "responses": {},
+}
+_STREAM_OPTIONS: Final = "stream_options"
+
+
+class Refusals:
+    """Which field was refused by which model at which base URL, in this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fields: dict[tuple[str, str], frozenset[str]] = {}
+
+    def of(self, base_url: str, model: str) -> frozenset[str]:
+        return self._fields.get((base_url, model), frozenset())
+
+    def remember(self, base_url: str, model: str, fields: frozenset[str]) -> None:
+        with self._lock:
+            if len(self._fields) >= _MAX_REMEMBERED:
+                self._fields.pop(next(iter(self._fields)))
+            self._fields[base_url, model] = self.of(base_url, model) | fields
+
+    def clear(self) -> None:
+        with self._lock:
+            self._fields.clear()
+
+
+refusals: Final = Refusals()
+
+
+class Asking:
+    """The body with the fields that ask, and what of the answer the app asked for itself."""
+
+    __slots__ = ("added", "body", "keep")
+
+    def __init__(self, body: dict[str, Any], added: dict[str, Any], keep: Keep) -> None:
+        self.body = body
+        self.added = added
+        """Added field -> the app's own value of it, None if it gave none."""
+        self.keep = keep
+
+
+def is_strict(host: str) -> bool:
+    """Whether ``host`` is one that is never asked on its own account."""
+    host = host.lower().rstrip(".")
+    return any(host == strict or host.endswith("." + strict) for strict in _STRICT_HOSTS)
+
+
+def ask(body: Mapping[str, Any], operation: Operation, refused: frozenset[str]) -> Asking:
+    """Adds to ``body`` what asks for tokens, fields in ``refused`` excepted. The app's own fields stay as they are, or grow."""
+    sent = dict(body)
+    added: dict[str, Any] = {}
+    for field, value in _FIELDS[operation].items():
+        if field not in refused and not _asks_already(body.get(field), operation):
+            sent[field] = value
+            added[field] = body.get(field)
+    if added and body.get("stream") and _STREAM_OPTIONS not in refused:
+        options = body.get(_STREAM_OPTIONS)
+        known = cast("Mapping[str, Any]", options) if isinstance(options, Mapping) else {}
+        if not known.get("include_usage"):
+            sent[_STREAM_OPTIONS] = {**known, "include_usage": True}
+            added[_STREAM_OPTIONS] = options
+    keep = Keep(ids="return_token_ids" not in added, logprobs="logprobs" not in added, usage_chunk=_STREAM_OPTIONS not in added)
+    return Asking(sent, added, keep)
+
+
+def _asks_already(value: Any, operation: Operation) -> bool:
+    return value is not None and value is not False if operation == "text_completion" else bool(value)
+
+
+def refused_fields(status: int | None, message: str, added: Mapping[str, Any]) -> frozenset[str]:
+    """Which of the added fields an error names, if it is one that refuses a field."""
+    if status not in _REFUSING:
+        return frozenset()
+    return frozenset(field for field in added if field in message)

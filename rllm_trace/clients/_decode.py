@@ -1,0 +1,285 @@
+"""The raw body of a response in; out come its choices, ids, logprobs and usage, and the body that the app is to see.
+
+Each byte is decoded once, straight into typed records: neither pydantic nor ``json`` ever sees a token array that the app did not ask
+for. A streamed reply (``_events``) ends in the same ``Reply``, field by field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, cast
+
+import msgspec
+
+from rllm_trace import _exact
+from rllm_trace.clients._cut import CutError, cut, without
+from rllm_trace.types import Choice, Logprobs, TokenIds, Usage
+
+__all__ = ["Keep", "Reply", "read_reply"]
+
+Operation = Literal["chat", "text_completion", "responses"]
+
+
+class Keep(msgspec.Struct, frozen=True, kw_only=True):
+    """Which added fields the app asked for itself, and so sees."""
+
+    ids: bool
+    logprobs: bool
+    usage_chunk: bool = True
+    """False: the usage chunk of a stream was asked for by us."""
+
+
+class Reply(msgspec.Struct, kw_only=True):
+    """What a response says, streamed or not."""
+
+    choices: list[Choice] = []
+    prompt_token_ids: TokenIds | None = None
+    usage: Usage | None = None
+    response_id: str | None = None
+    response_model: str | None = None
+    version_spans: list[tuple[int, int, int]] | None = None
+    fault: str | None = None
+    """The first number that is missing, invalid or contradicts another; None: all there."""
+    finished: bool = False
+    """Every choice has its finish reason."""
+    error: dict[str, Any] | None = None
+    """An error object sent instead of a reply, or within a stream."""
+
+
+class Entry(msgspec.Struct, gc=False):
+    logprob: float | None = None
+
+
+class LogprobsBody(msgspec.Struct, gc=False):
+    content: list[Entry] | None = None
+    refusal: list[Entry] | None = None
+    token_logprobs: list[float | None] | None = None
+    """Legacy completions."""
+
+    def values(self) -> list[float | None] | None:
+        entries = self.content if self.content is not None else self.refusal
+        return self.token_logprobs if entries is None else [entry.logprob for entry in entries]
+
+
+class Message(msgspec.Struct, gc=False):
+    content: Any = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: Any = None
+    tool_calls: list[dict[str, Any]] | None = None
+    function_call: dict[str, Any] | None = None
+
+
+class Version(msgspec.Struct, gc=False):
+    version: Any = None
+    start: int = 0
+    end: int = 0
+
+
+class Metadata(msgspec.Struct, gc=False):
+    weight_version: Any = None
+    weight_versions: list[Version] | None = None
+
+
+class UsageBody(msgspec.Struct, gc=False):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+    def usage(self) -> Usage | None:
+        if self.prompt_tokens is None or self.completion_tokens is None:
+            return None
+        return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.completion_tokens)
+
+
+class ChoiceBody(msgspec.Struct, gc=False):
+    index: int = 0
+    message: Message | None = None
+    delta: Message | None = None
+    """A stream's part of ``message``."""
+    text: str | None = None
+    """Legacy completions."""
+    logprobs: LogprobsBody | None = None
+    token_ids: list[int] | None = None
+    response_token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    matched_stop: int | str | None = None
+    """SGLang's name of ``stop_reason``."""
+
+
+class Body(msgspec.Struct, gc=False):
+    id: str | None = None
+    model: str | None = None
+    choices: list[ChoiceBody] | None = None
+    usage: UsageBody | None = None
+    metadata: Any = None
+    prompt_token_ids: list[int] | None = None
+    error: Any = None
+
+
+_body = msgspec.json.Decoder(Body).decode
+_logprobs = msgspec.json.Decoder(LogprobsBody | None).decode
+_ints = msgspec.json.Decoder(list[int]).decode
+_UNREADABLE: Final = (msgspec.DecodeError, msgspec.ValidationError, CutError, UnicodeDecodeError)
+
+
+class Parts(msgspec.Struct, gc=False):
+    """One body with its arrays put back where they belong."""
+
+    body: Body
+    rest: bytes
+
+
+def read_parts(raw: bytes, keep: Keep) -> Parts:
+    """Decodes a response or one event of a stream. Raises ``msgspec.DecodeError`` where it is no such thing."""
+    if keep.ids and keep.logprobs:
+        return Parts(_body(raw), raw)
+    try:
+        return _by_cutting(raw, keep)
+    except _UNREADABLE:
+        body = _body(raw)
+        return Parts(body, without(raw, ids=not keep.ids, logprobs=not keep.logprobs))
+
+
+def _by_cutting(raw: bytes, keep: Keep) -> Parts:
+    parts = cut(raw, ids=not keep.ids, logprobs=not keep.logprobs)
+    body = _body(parts.rest)
+    choices = body.choices or ()
+    if parts.ids:
+        for choice, ids in zip(choices, _for_each(parts.ids, choices), strict=True):
+            choice.token_ids = _ints(ids)
+    if parts.logprobs:
+        for choice, logprobs in zip(choices, _for_each(parts.logprobs, choices), strict=True):
+            choice.logprobs = _logprobs(logprobs)
+    if parts.prompt_ids:
+        if len(parts.prompt_ids) == 1:
+            body.prompt_token_ids = _ints(parts.prompt_ids[0])
+        else:
+            for choice, ids in zip(choices, _for_each(parts.prompt_ids, choices), strict=True):
+                choice.prompt_token_ids = _ints(ids)
+    return Parts(body, parts.rest)
+
+
+def _for_each(found: list[bytes], choices: Sequence[ChoiceBody]) -> list[bytes]:
+    if len(found) != len(choices):
+        raise CutError("not one array for each choice")
+    return found
+
+
+def read_reply(raw: bytes, keep: Keep) -> tuple[Reply, bytes]:
+    """The reply in an unstreamed body, and the body without what the app did not ask for. Raises ``msgspec.DecodeError``."""
+    parts = read_parts(raw, keep)
+    body = parts.body
+    choices: list[Choice] = []
+    fault: str | None = None
+    for choice in body.choices or ():
+        record, choice_fault = _choice(choice)
+        fault = fault or choice_fault
+        choices.append(record)
+    prompt_ids, prompt_fault = prompt_of([body.prompt_token_ids, *(choice.prompt_token_ids for choice in body.choices or ())])
+    usage = body.usage.usage() if body.usage is not None else None
+    reply = Reply(
+        choices=choices,
+        prompt_token_ids=prompt_ids,
+        usage=usage,
+        response_id=body.id,
+        response_model=body.model,
+        version_spans=version_spans(body.metadata),
+        fault=prompt_fault or fault or _exact.contradiction(choices, prompt_ids, usage),
+        finished=bool(choices) and all(choice.finish_reason is not None for choice in choices),
+        error=error_of(body.error),
+    )
+    return reply, parts.rest
+
+
+def _choice(choice: ChoiceBody) -> tuple[Choice, str | None]:
+    message = choice.message or Message(content=choice.text)
+    ids = choice.token_ids if choice.token_ids is not None else choice.response_token_ids
+    token_ids = None if ids is None else TokenIds(ids)
+    logprobs, fault = _exact.aligned(token_ids, None if choice.logprobs is None else choice.logprobs.values())
+    record = make_choice(
+        index=choice.index,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        text=message.content if isinstance(message.content, str) else _text_of(message.content),
+        tool_calls=[tool_call(call) for call in message.tool_calls or ()] + legacy_call(message.function_call),
+        reasoning=message.reasoning_content or (message.reasoning if isinstance(message.reasoning, str) else None),
+        refusal=message.refusal,
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason if choice.stop_reason is not None else choice.matched_stop,
+    )
+    return record, fault
+
+
+def make_choice(
+    *,
+    index: int,
+    token_ids: TokenIds | None,
+    logprobs: Logprobs | None,
+    text: str | None,
+    tool_calls: list[dict[str, Any]],
+    reasoning: str | None,
+    refusal: str | None,
+    finish_reason: str | None,
+    stop_reason: int | str | None,
+) -> Choice:
+    """One form for both ways of sending it: an empty text beside tool calls, reasoning or a refusal is None, alone it is ``""``."""
+    other = bool(tool_calls or reasoning or refusal)
+    return Choice(
+        index=index,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        text=text or (None if other else ""),
+        tool_calls=tool_calls or None,
+        reasoning=reasoning or None,
+        refusal=refusal or None,
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+    )
+
+
+def tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool call without a stream's bookkeeping: no ``index``, no fields that are None, ``type`` always there."""
+    return {"type": "function", **{key: value for key, value in call.items() if key != "index" and value is not None}}
+
+
+def legacy_call(call: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The deprecated ``function_call`` as a tool call without id."""
+    return [{"type": "function", "function": dict(call)}] if call else []
+
+
+def _text_of(content: Any) -> str | None:
+    if not isinstance(content, list):
+        return None
+    parts = [cast("dict[str, Any]", part) for part in cast("list[Any]", content) if isinstance(part, dict)]
+    return "".join(str(part.get("text") or "") for part in parts)
+
+
+def prompt_of(reported: Sequence[list[int] | None]) -> tuple[TokenIds | None, str | None]:
+    """The prompt's ids out of everywhere that a server reports them; they must be the same everywhere."""
+    there = [ids for ids in reported if ids]
+    if not there:
+        return None, None
+    if any(ids != there[0] for ids in there[1:]):
+        return None, _exact.PROMPT_IDS_DIFFER
+    return TokenIds(there[0]), None
+
+
+def version_spans(metadata: Any) -> list[tuple[int, int, int]] | None:
+    """``[(version, first token, end token), ...]`` from a response's ``metadata``; None where it tells no version."""
+    if not isinstance(metadata, dict):
+        return None
+    try:
+        told = msgspec.convert(metadata, Metadata)
+        if told.weight_versions:
+            return [(int(span.version), span.start, span.end) for span in told.weight_versions]
+        return None if told.weight_version is None else [(int(told.weight_version), 0, 0)]
+    except (msgspec.ValidationError, TypeError, ValueError):
+        return None
+
+
+def error_of(error: Any) -> dict[str, Any] | None:
+    if not error:
+        return None
+    return cast("dict[str, Any]", error) if isinstance(error, dict) else {"message": str(error)}

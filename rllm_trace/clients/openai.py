@@ -1,0 +1,335 @@
+"""The patch of the ``openai`` package: every model call of a client made inside a workflow becomes one ``ClientCall``.
+
+Three methods of the two concrete classes ``OpenAI`` and ``AsyncOpenAI`` are wrapped: ``request`` (one call of the app, the SDK's own
+retries inside it), ``_prepare_request`` (each request that goes out) and ``_process_response`` (the answer before it is parsed). Every
+call shape passes through them: raw and streaming responses, ``parse``, the ``stream`` helper, ``client.post``, Azure, sub-classes,
+clients made before. A wrapper is never taken off while another one sits on top of it; without a workflow it only calls on.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import threading
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any, Final, cast
+from urllib.parse import urlsplit
+
+import msgspec
+
+from rllm_trace._calls import open_call
+from rllm_trace._context import current
+from rllm_trace._guard import guard
+from rllm_trace.clients._call import ClientCall, Destination
+from rllm_trace.clients._decode import Operation, Reply
+from rllm_trace.routing import kept_header
+
+__all__ = ["ensure", "install", "uninstall"]
+
+_PATHS: Final[tuple[tuple[str, Operation], ...]] = (
+    ("/chat/completions", "chat"),
+    ("/completions", "text_completion"),
+    ("/responses", "responses"),
+)
+_METHODS: Final = ("request", "_prepare_request", "_process_response")
+_FOREIGN: Final = ("api-key", "x-api-key", "OpenAI-Organization", "OpenAI-Project", "Cookie")
+_ACCEPT_ENCODING: Final = "Accept-Encoding"
+
+_call: ContextVar[ClientCall | None] = ContextVar("rllm_openai_call", default=None)
+_lock: Final = threading.Lock()
+
+
+class _State:
+    active = False
+    classes: tuple[type[Any], ...] = ()
+    wrappers: Final[dict[int, tuple[Callable[..., Any], Callable[..., Any], bool]]] = {}
+    """By ``id``: a wrapper of ours, what it wraps, and whether the class had only inherited that. Others copy attributes and equality
+    of what they wrap, so nothing but identity tells whose a wrapper is."""
+
+
+def install() -> bool:
+    """Wraps the classes, once; a wrapper that somebody has taken off is put on again. False if ``openai`` is not installed."""
+    if importlib.util.find_spec("openai") is None:
+        return False
+    import openai
+
+    with _lock:
+        _State.active = True
+        _State.classes = (openai.OpenAI, openai.AsyncOpenAI)
+        for cls in _State.classes:
+            for name in _METHODS:
+                if not _is_reachable(cls, name):
+                    _wrap(cls, name, is_async=cls is openai.AsyncOpenAI)
+    return True
+
+
+def ensure() -> None:
+    """Called at each start of a workflow: a few attribute reads while all wrappers are where they were put."""
+    if _State.active and all(_is_reachable(cls, name) for cls in _State.classes for name in _METHODS):
+        return
+    install()
+
+
+def uninstall() -> None:
+    """Makes the wrappers inert, and takes off those that are outermost."""
+    with _lock:
+        _State.active = False
+        for cls in _State.classes:
+            for name in _METHODS:
+                while (ours := _State.wrappers.get(id(cls.__dict__.get(name)))) is not None:
+                    _, original, inherited = ours
+                    if inherited:
+                        delattr(cls, name)
+                    else:
+                        setattr(cls, name, original)
+
+
+def _is_reachable(cls: type[Any], name: str) -> bool:
+    """Whether a wrapper of ours is on the method, with any number of others around it."""
+    method = getattr(cls, name)
+    for _ in range(100):
+        if method is None:
+            return False
+        if id(method) in _State.wrappers:
+            return True
+        method = getattr(method, "__wrapped__", None)
+    return False
+
+
+def _wrap(cls: type[Any], name: str, *, is_async: bool) -> None:
+    original = getattr(cls, name)
+    makers = _ASYNC if is_async else _SYNC
+    wrapper = functools.wraps(original)(makers[name](original))
+    _State.wrappers[id(wrapper)] = (wrapper, original, name not in cls.__dict__)
+    setattr(cls, name, wrapper)
+
+
+# the wrappers
+
+
+def _request(original: Callable[..., Any]) -> Callable[..., Any]:
+    def request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = _begin(self, args, kwargs)
+        if call is None:
+            return original(self, *args, **kwargs)
+        while True:
+            sent_args, sent_kwargs = _arguments(call, args, kwargs)
+            token = _call.set(call)
+            try:
+                return original(self, *sent_args, **sent_kwargs)
+            except BaseException as error:
+                if not call.failed(error):
+                    raise
+            finally:
+                _call.reset(token)
+
+    return request
+
+
+def _async_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = _begin(self, args, kwargs)
+        if call is None:
+            return await original(self, *args, **kwargs)
+        while True:
+            sent_args, sent_kwargs = _arguments(call, args, kwargs)
+            token = _call.set(call)
+            try:
+                return await original(self, *sent_args, **sent_kwargs)
+            except BaseException as error:
+                if not call.failed(error):
+                    raise
+            finally:
+                _call.reset(token)
+
+    return request
+
+
+def _prepare_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _prepare_request(self: Any, request: Any) -> Any:
+        result = original(self, request)
+        _goes_out(self, request)
+        return result
+
+    return _prepare_request
+
+
+def _async_prepare_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def _prepare_request(self: Any, request: Any) -> Any:
+        result = await original(self, request)
+        _goes_out(self, request)
+        return result
+
+    return _prepare_request
+
+
+def _process_response(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _process_response(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _comes_back(self, kwargs, is_async=False)
+        return original(self, *args, **kwargs)
+
+    return _process_response
+
+
+def _async_process_response(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def _process_response(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _comes_back(self, kwargs, is_async=True)
+        return await original(self, *args, **kwargs)
+
+    return _process_response
+
+
+_SYNC: Final = dict(zip(_METHODS, (_request, _prepare_request, _process_response), strict=True))
+_ASYNC: Final = dict(zip(_METHODS, (_async_request, _async_prepare_request, _async_process_response), strict=True))
+
+
+# what the wrappers do
+
+
+def _begin(client: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ClientCall | None:
+    """The call that begins here, planned; None: nothing of ours."""
+    if not _State.active or current() is None:
+        return None
+    call: ClientCall | None = None
+    with guard("client"):
+        call = _opened(client, args[1] if len(args) > 1 else kwargs.get("options"))
+    if call is None:
+        return None
+    with guard("client"):
+        call.plan()
+        return call
+    call.finish(Reply())
+    return None
+
+
+def _opened(client: Any, options: Any) -> ClientCall | None:
+    operation = _operation(options)
+    if operation is None:
+        return None
+    running = _call.get()
+    if running is not None and running.options is options:
+        return None
+    body = _body(options)
+    if body is None:
+        return None
+    opened = open_call(operation=operation, requested_model=str(body.get("model") or ""))
+    if opened is None:
+        return None
+    call = ClientCall(opened, client, operation, body, _destination(client, options))
+    call.hide(getattr(client, "api_key", None), getattr(client, "admin_api_key", None))
+    return call
+
+
+def _operation(options: Any) -> Operation | None:
+    url = getattr(options, "url", None)
+    if not isinstance(url, str) or str(getattr(options, "method", "")).lower() != "post":
+        return None
+    path = "/" + url.partition("?")[0].strip("/")
+    return next((operation for suffix, operation in _PATHS if path.endswith(suffix)), None)
+
+
+def _body(options: Any) -> Mapping[str, Any] | None:
+    """The JSON object that the SDK would send; None if it is something else."""
+    body = options.json_data
+    if body is None and isinstance(content := getattr(options, "content", None), (bytes, bytearray)):
+        body = content
+    if isinstance(body, (bytes, bytearray)):
+        body = msgspec.json.decode(body)
+    if not isinstance(body, Mapping):
+        return None
+    extra = options.extra_json
+    return cast("Mapping[str, Any]", body) if not extra else {**body, **extra}
+
+
+def _destination(client: Any, options: Any) -> Destination:
+    url = str(client.base_url) if not options.url.startswith(("http://", "https://")) else options.url
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return Destination(f"{parts.scheme}://{host}:{port}{parts.path}", host, f"{host}:{port}", hasattr(client, "_azure_endpoint"))
+
+
+def _arguments(call: ClientCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What to call the SDK with. Raises where the call is not to be sent."""
+    if call.refusal is not None:
+        call.failed(call.refusal)
+        raise call.refusal
+    with guard("client"):
+        return _with_options(call, args, kwargs)
+    call.untouch()
+    return args, kwargs
+
+
+def _with_options(call: ClientCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with the call's own options in place of the app's."""
+    options = args[1] if len(args) > 1 else kwargs["options"]
+    call.options = options
+    if not call.is_changed:
+        return args, kwargs
+    call.options = changed = options.model_copy()
+    changed.json_data = dict(call.body)
+    changed.extra_json = None
+    if getattr(options, "content", None) is not None:
+        changed.content = None
+    headers = _given(options.headers)
+    if call.endpoint is not None:
+        changed.url = call.endpoint.base_url.rstrip("/") + next(suffix for suffix, operation in _PATHS if operation == call.operation)
+        changed.params = {}
+        headers = _policy_headers(call, headers)
+        _limit_timeout(call, changed)
+    if call.added and call.body.get("stream") and not any(name.lower() == "accept-encoding" for name in headers):
+        headers = {**headers, _ACCEPT_ENCODING: "identity"}
+    changed.headers = headers
+    if len(args) > 1:
+        return (args[0], changed, *args[2:]), kwargs
+    return args, {**kwargs, "options": changed}
+
+
+def _given(headers: Any) -> dict[str, Any]:
+    return dict(cast("Mapping[str, Any]", headers)) if isinstance(headers, Mapping) else {}
+
+
+def _policy_headers(call: ClientCall, headers: Mapping[str, Any]) -> dict[str, Any]:
+    """What the app set for its own provider is left out; ``_goes_out`` sees to what the HTTP client adds."""
+    from openai import Omit
+
+    own = getattr(call.client, "_custom_headers", None)
+    foreign = [name for name in (*_FOREIGN, *_given(own)) if not kept_header(name) and name.lower() != "authorization"]
+    kept = {name: value for name, value in headers.items() if kept_header(name)}
+    assert call.endpoint is not None
+    return {**dict.fromkeys(foreign, Omit()), **kept, "Authorization": f"Bearer {call.endpoint.api_key}"}
+
+
+def _limit_timeout(call: ClientCall, options: Any) -> None:
+    limit = call.timeout
+    if limit is None:
+        return
+    timeout = options.timeout if isinstance(options.timeout, (int, float)) or hasattr(options.timeout, "read") else call.client.timeout
+    if hasattr(timeout, "read"):
+        parts = {name: getattr(timeout, name) for name in ("connect", "read", "write", "pool")}
+        options.timeout = type(timeout)(**{name: limit if value is None else min(value, limit) for name, value in parts.items()})
+    else:
+        options.timeout = limit if timeout is None else min(timeout, limit)
+
+
+def _goes_out(client: Any, request: Any) -> None:
+    call = _call.get()
+    if call is None or call.client is not client:
+        return
+    if call.endpoint is not None:
+        headers = request.headers
+        for name in [name for name in headers if not kept_header(name)]:
+            del headers[name]
+        headers["Authorization"] = f"Bearer {call.endpoint.api_key}"
+        if request.url.query:
+            request.url = request.url.copy_with(query=None)
+    with guard("client"):
+        call.sent(request)
+
+
+def _comes_back(client: Any, kwargs: Mapping[str, Any], *, is_async: bool) -> None:
+    call = _call.get()
+    if call is not None and call.client is client and "response" in kwargs:
+        with guard("client"):
+            call.answered(kwargs["response"], int(kwargs.get("retries_taken") or 0), is_async=is_async)
