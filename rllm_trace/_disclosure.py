@@ -28,7 +28,7 @@ from rllm_trace._plain import dumps, from_plain, to_plain
 from rllm_trace._spans import Span
 from rllm_trace.types import Choice, Episode, ErrorInfo, ModelCall, ToolCall, Trajectory
 
-__all__ = ["Disclosure", "Redact", "content_wanted", "disclose_episode", "disclose_span"]
+__all__ = ["Disclosure", "Redact", "content_wanted", "disclose_episode", "redact_span"]
 
 Redact = Callable[[dict[str, Any]], dict[str, Any] | None]
 
@@ -64,13 +64,9 @@ def content_wanted(capture_content: bool | None, *, default: bool | None = None)
     return os.environ.get(names.ENV_CAPTURE_CONTENT, "").strip().lower() in _CONTENT_ON
 
 
-def disclose_span(span: Span, disclosure: Disclosure) -> Span:
-    """The span without what may not leave; the same object if all may."""
-    if not disclosure.content:
-        return _span_withheld(span)
-    if disclosure.redact is not None:
-        span = _span_redacted(span, disclosure.redact)
-    return span
+def redact_span(span: Span, redact: Redact | None) -> Span:
+    """The span with what ``redact`` lets through; the same object if there is no ``redact``."""
+    return span if redact is None else _span_redacted(span, redact)
 
 
 def disclose_episode(episode: Episode, disclosure: Disclosure) -> Episode:

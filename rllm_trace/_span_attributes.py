@@ -38,6 +38,9 @@ _JSON_FACTS: Final = frozenset(
 )
 """Facts that are always written as JSON text, so that a string among them comes back as one."""
 
+_MAX_INT: Final = 2**63 - 1
+"""The largest that OTLP can carry."""
+
 _FLAGS: Final = (("no_train", names.CALL_NO_TRAIN), ("in_reward", names.CALL_IN_REWARD), ("late", names.CALL_LATE))
 _DERIVED: Final = frozenset(
     {
@@ -167,6 +170,8 @@ def _fact_attribute(key: str, value: Any) -> AttributeValue:
     if key in _JSON_FACTS:
         return dumps(to_plain(value))
     plain = to_plain(value)
+    if isinstance(plain, int) and plain > _MAX_INT:
+        return str(plain)
     return plain if isinstance(plain, (str, bool, int, float)) else dumps(plain)
 
 

@@ -214,8 +214,10 @@ def call_from_attributes(attributes: Mapping[str, Any]) -> CallData | None:
     packed = attributes.get(names.TOKENS_ENCODING) == names.TOKENS_ENCODING_VALUE
     choices = _choices(attributes, packed=packed)
     prompt = attributes.get(names.PROMPT_TOKEN_IDS) if packed else None
-    if fields["exact"] and not packed:
-        fields |= {"exact": False, "inexact_reason": "tokens were not exported"}
+    omitted = attributes.get(names.OMITTED_ATTRIBUTES)
+    if fields["exact"] and (omitted or not packed):
+        reason = f"too large to be exported: {', '.join(omitted)}" if omitted else "tokens were not exported"
+        fields |= {"exact": False, "inexact_reason": reason}
     return msgspec.convert(
         {
             **fields,

@@ -1,6 +1,6 @@
 """A finished span of ours in, OpenTelemetry's ``ReadableSpan`` out, with what may leave of it and nothing else.
 
-Runs on an exporting thread. The span that comes out carries the record it was made from as ``_rllm``, for exporters of ours.
+Runs on an exporting thread.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rllm_trace import attributes as names
-from rllm_trace._disclosure import Disclosure, disclose_span
+from rllm_trace._disclosure import Disclosure, redact_span
 from rllm_trace._span_attributes import span_attributes, span_name
 from rllm_trace._spans import Span
 
@@ -41,9 +41,10 @@ def _readable(span: Span, disclosure: Disclosure, resource: Resource) -> Readabl
     def context(trace_id: str, span_id: str) -> SpanContext:
         return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 
-    shown = disclose_span(span, disclosure)
+    shown = redact_span(span, disclosure.redact) if disclosure.content else span
     error = shown.error if shown.call is None else shown.call.error or shown.error
-    made = ReadableSpan(
+    said = error is not None and disclosure.content and error.message
+    return ReadableSpan(
         name=span_name(shown),
         context=context(shown.trace_id, shown.span_id),
         parent=None if shown.parent_id is None else context(shown.trace_id, shown.parent_id),
@@ -51,10 +52,8 @@ def _readable(span: Span, disclosure: Disclosure, resource: Resource) -> Readabl
         attributes=span_attributes(shown, content=disclosure.content, tokens=disclosure.tokens),
         links=[Link(context(*link)) for link in shown.links],
         kind=SpanKind.CLIENT if shown.kind == "chat" else SpanKind.INTERNAL,
-        status=Status(StatusCode.UNSET) if error is None else Status(StatusCode.ERROR, error.message or error.type),
+        status=Status(StatusCode.UNSET) if error is None else Status(StatusCode.ERROR, said or error.type),
         start_time=shown.started,
         end_time=max(shown.ended, shown.started),
         instrumentation_scope=InstrumentationScope(names.SCOPE_NAME),
     )
-    made._rllm = shown  # type: ignore[attr-defined]
-    return made
