@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import sys
 import threading
 import traceback
@@ -17,7 +16,13 @@ from concurrent.futures import Future
 from contextvars import Context
 from typing import Any
 
-__all__ = ["Lane", "stack_of_thread"]
+__all__ = ["Lane", "LaneTask", "stack_of_coroutine", "stack_of_thread"]
+
+_ANSWERS = 1.0
+"""Seconds in which a loop that nothing blocks answers."""
+_DEEPEST = 200
+_FRAMES = ("cr_frame", "ag_frame", "gi_frame")
+_AWAITED = ("cr_await", "ag_await", "gi_yieldfrom")
 
 
 class Lane:
@@ -84,12 +89,8 @@ class LaneTask:
             self.lane._loop.call_soon_threadsafe(self._cancel)
 
     def stack(self) -> str:
-        """Where it waits; where the loop's thread is, if it is this one that blocks it."""
-        text = io.StringIO()
-        task = self._task
-        if task is not None:
-            task.print_stack(file=text)
-        return text.getvalue() if self.lane.responds(1.0) else text.getvalue() + self.lane.stack()
+        """Where it waits; where the loop's thread is, if something blocks it."""
+        return stack_of_coroutine(self._work) if self.lane.responds(_ANSWERS) else self.lane.stack()
 
     def _start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._settle(), context=self._context)
@@ -111,6 +112,17 @@ def stack_of_thread(thread: threading.Thread) -> str:
     """Where a thread is now, as a traceback prints it; empty where it has ended."""
     frame = sys._current_frames().get(thread.ident or 0)
     return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+
+def stack_of_coroutine(work: Any) -> str:
+    """Where a suspended coroutine waits, through everything that it awaits, as a traceback prints it."""
+    lines: list[str] = []
+    while work is not None and len(lines) < _DEEPEST:
+        frame = next((f for name in _FRAMES if (f := getattr(work, name, None)) is not None), None)
+        if frame is not None:
+            lines += traceback.format_stack(frame, limit=1)
+        work = next((w for name in _AWAITED if (w := getattr(work, name, None)) is not None), None)
+    return "".join(lines)
 
 
 async def _cancel_all() -> None:

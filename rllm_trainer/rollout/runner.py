@@ -93,11 +93,17 @@ class Runner:
         return batch.run()
 
     def lane(self) -> Lane:
-        """The event loop for async work; a new one where the old one is blocked."""
+        """The event loop for async work."""
         with self._lane_lock:
-            if self._lane is None or not self._lane.responds(_LANE_ANSWERS):
+            if self._lane is None:
                 self._lane = Lane()
             return self._lane
+
+    def leave_blocked_lane(self) -> None:
+        """Further async work gets another loop if something blocks this one."""
+        with self._lane_lock:
+            if self._lane is not None and not self._lane.responds(_LANE_ANSWERS):
+                self._lane = None
 
     def close(self) -> None:
         """End the event loop."""
@@ -201,6 +207,7 @@ class _Batch:
         if given_up is None:
             return
         del self._running[id(attempt)]
+        self._runner.leave_blocked_lane()
         outcome, stack = given_up
         if not tell:
             return
