@@ -71,6 +71,8 @@ def open_call(*, operation: Operation, requested_model: str) -> OpenCall | None:
         return None
     episode = scope.episode
     if not episode.recorded:
+        if episode.remote:
+            counters.add("orphan", "call for another process")
         return None
     if episode.closed:
         counters.add("late", "start of a call")

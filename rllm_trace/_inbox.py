@@ -5,17 +5,20 @@ One inbox stands behind ``collect()`` and behind each rollout. Every wait has a 
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rllm_trace._guard import guard
 from rllm_trace._open import OpenEpisode
 from rllm_trace.types import Episode
 
-__all__ = ["Episodes", "Inbox"]
+if TYPE_CHECKING:
+    import asyncio
+
+__all__ = ["Episodes", "Inbox", "replace_delivered"]
 
 _HANDOVER: Final = 5.0
 """Seconds that the writer has for making records after the last episode has ended."""
@@ -27,12 +30,34 @@ class Episodes(list[Episode]):
     __slots__ = ("__weakref__",)
 
 
+_lists: Final[weakref.WeakValueDictionary[int, Episodes]] = weakref.WeakValueDictionary()
+_replacing: Final = threading.Lock()
+
+
+def reset_lists() -> None:
+    """In a forked child: the lists are the parent's."""
+    _lists.clear()
+
+
+def replace_delivered(episode_id: str, change: Callable[[Episode], Episode]) -> int:
+    """Puts ``change(episode)`` in the place of an episode in every list that holds it; gives in how many. What ``change`` raises passes."""
+    found = 0
+    with _replacing:
+        for episodes in list(_lists.values()):
+            for position, episode in enumerate(episodes):
+                if episode.id == episode_id:
+                    episodes[position] = change(episode)
+                    found += 1
+    return found
+
+
 class Inbox:
     """Takes the episodes that start while it is open."""
 
     def __init__(self) -> None:
         self.episodes = Episodes()
         """Delivered so far, in the order of their end."""
+        _lists[id(self.episodes)] = self.episodes
         self._open: dict[str, OpenEpisode] = {}
         self._changed = threading.Condition()
         self._wakers: list[Callable[[], None]] = []
@@ -66,6 +91,8 @@ class Inbox:
 
     async def wait_async(self, timeout: float) -> bool:  # noqa: ASYNC109 - ends by delivering, not by cancelling
         """The same without blocking the event loop."""
+        import asyncio
+
         loop = asyncio.get_running_loop()
         empty: asyncio.Future[None] = loop.create_future()
 

@@ -66,6 +66,7 @@ class OpenEpisode:
         "_keeper",
         "_lock",
         "_open",
+        "_trajectories",
         "closed",
         "exported",
         "foreign",
@@ -150,7 +151,26 @@ class OpenEpisode:
         )
         self._keeper = keeper
         self._open: dict[str, Span] = {}
+        self._trajectories: dict[str, OpenTrajectory] = {}
         self._lock = threading.RLock()
+
+    def move_to_child(self, *, exported: bool) -> None:
+        """In a forked child: the record is made in the parent, what runs here is exported or lost."""
+        self._lock = threading.RLock()
+        self._open.clear()
+        self.remote = True
+        self.exported = self.recorded = self.exported and exported
+        self.inboxes, self.rollout, self.spans = (), None, []
+
+    def trajectory_of(self, id: str, name: str) -> OpenTrajectory:
+        """The trajectory with this id; made if it is not known yet."""
+        if id == self.trajectory.id:
+            return self.trajectory
+        with self._lock:
+            known = self._trajectories.get(id)
+            if known is None:
+                known = self._trajectories[id] = OpenTrajectory(id, name, explicit=True)
+            return known
 
     def start(self, span: Span) -> bool:
         """Takes in a span that starts; False if the episode has ended."""

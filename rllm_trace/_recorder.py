@@ -16,11 +16,13 @@ import queue
 import random
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from rllm_trace import attributes as A
+from rllm_trace._context import current
 from rllm_trace._guard import counters, guard
-from rllm_trace._inbox import Inbox
+from rllm_trace._inbox import Inbox, reset_lists
 from rllm_trace._open import OpenEpisode
 from rllm_trace._spans import Span
 from rllm_trace.episodes import build_episode
@@ -82,20 +84,25 @@ class Recorder:
     def __init__(self) -> None:
         self.on = False
         self.disabled = False
+        self._watches_forks = False
         self._reset()
         self.span_sinks: tuple[SpanSink, ...] = ()
         self.episode_sinks: tuple[EpisodeSink, ...] = ()
         self.sample = 1.0
         self.tokens: bool | None = None
         """None: as the rule says."""
+        self.store_tokens = False
+        """Whether one of the episode sinks is a store, which has tokens asked for."""
         self.content = False
-        """Whether what is exported or stored has content."""
+        """Whether a sink may be given content."""
         self.settle = 5.0
+        self.child_hooks: list[Callable[[], None]] = []
+        """What else a forked child has to do."""
         self.rollouts = 0
         """Rollouts that are open."""
         self._random = random.SystemRandom()
-        self.delivered: collections.OrderedDict[str, tuple[str, str]] = collections.OrderedDict()
-        """(trace id, span id of the workflow) of the last episodes, for rewards that come later."""
+        self.delivered: collections.OrderedDict[str, tuple[str, str, str]] = collections.OrderedDict()
+        """(trace id, span id and name of the workflow) of the last episodes, for rewards that come later."""
 
     def _reset(self) -> None:
         self.inboxes: tuple[Inbox, ...] = ()
@@ -104,13 +111,17 @@ class Recorder:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
         self._pending = 0
+        self._dropped = 0
         self._idle = threading.Condition()
         self._serial = itertools.count()
 
     # what is recorded
 
     def check_environment(self) -> None:
-        """Reads RLLM_DISABLED; done whenever recording is asked for, never at import."""
+        """Reads RLLM_DISABLED, and looks out for forks; done whenever recording is asked for, never at import."""
+        if not self._watches_forks and hasattr(os, "register_at_fork"):
+            self._watches_forks = True
+            os.register_at_fork(after_in_child=self._after_fork)
         self.disabled = os.environ.get(A.ENV_DISABLED, "").strip().lower() not in _OFF_WORDS
         self.refresh()
 
@@ -141,7 +152,7 @@ class Recorder:
             exported = stored = False
         if not (inboxes or exported or stored):
             return None
-        tokens = bool(inboxes or stored) if self.tokens is None else self.tokens
+        tokens = bool(inboxes) or (stored and self.store_tokens) if self.tokens is None else self.tokens
         return Plan(
             inboxes=inboxes,
             rollout=rollout,
@@ -157,10 +168,25 @@ class Recorder:
         for inbox in episode.inboxes:
             inbox.add(episode)
 
+    def _after_fork(self) -> None:
+        """A forked child starts from nothing: the parent's episodes are the parent's. What runs in one of them is only exported."""
+        self._reset()
+        self.rollouts = 0
+        counters.clear()
+        reset_lists()
+        scope = current()
+        while scope is not None:
+            scope.episode.move_to_child(exported=bool(self.span_sinks))
+            scope = scope.parent
+        self.refresh()
+        for hook in self.child_hooks:
+            hook()
+
     # what becomes of an episode (the Keeper of OpenEpisode)
 
     def ended(self, episode: OpenEpisode, span: Span) -> None:
         if episode.exported:
+            _add_identity(span, episode)
             for sink in self.span_sinks:
                 sink.put(span)
 
@@ -183,6 +209,8 @@ class Recorder:
             self._deliver(episode)
         else:
             counters.add("dropped", "episode")
+            with self._idle:
+                self._dropped += 1
 
     # the writer
 
@@ -220,6 +248,11 @@ class Recorder:
     def _deliver(self, episode: OpenEpisode) -> None:
         record: Episode | None = None
         with guard("episode"):
+            _add_identity(episode.root, episode)
+            if episode.metadata:
+                episode.root.facts[A.EPISODE_METADATA] = dict(episode.metadata)
+            if episode.parent_episode_id is not None:
+                episode.root.facts[A.PARENT_EPISODE_ID] = episode.parent_episode_id
             record = build_episode([*episode.spans, episode.root])
         if record is None:
             counters.add("failed", "episode")
@@ -229,7 +262,7 @@ class Recorder:
                 self._export(episode, record)
         for inbox in episode.inboxes:
             inbox.deliver(episode.id, record)
-        self.delivered[episode.id] = (episode.trace_id, episode.root.span_id)
+        self.delivered[episode.id] = (episode.trace_id, episode.root.span_id, episode.root.name)
         if len(self.delivered) > _MAX_REMEMBERED:
             self.delivered.popitem(last=False)
         episode.spans = []
@@ -252,6 +285,12 @@ class Recorder:
         with self._idle:
             return self._idle.wait_for(lambda: not self._pending, max(0.0, timeout))
 
+    def forget_dropped(self) -> int:
+        """How many episodes were dropped since it was last asked."""
+        with self._idle:
+            dropped, self._dropped = self._dropped, 0
+            return dropped
+
     def stop(self) -> None:
         """Ends the writer thread once its queue is empty; it comes back when it is needed."""
         with self._lock:
@@ -259,6 +298,13 @@ class Recorder:
             if writer is not None:
                 self._queue.put(_STOP)
                 self._queue = queue.SimpleQueue()
+
+
+def _add_identity(span: Span, episode: OpenEpisode) -> None:
+    if episode.task_id is not None:
+        span.facts[A.TASK_ID] = episode.task_id
+    if episode.session_id is not None:
+        span.facts[A.SESSION_ID] = episode.session_id
 
 
 def _start_thread(thread: threading.Thread) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, Final, Literal
 
 import msgspec
@@ -53,7 +53,7 @@ sources: Final = Sources()
 @contextlib.contextmanager
 def use_sources(
     *, now: Callable[[], int] | None = None, span_id: Callable[[], str] | None = None, trace_id: Callable[[], str] | None = None
-) -> Iterator[None]:
+) -> Generator[None]:
     """A fixed clock or fixed ids while it is open, process-wide."""
     before = (sources.now, sources.span_id, sources.trace_id)
     sources.now, sources.span_id, sources.trace_id = now or sources.now, span_id or sources.span_id, trace_id or sources.trace_id

@@ -16,9 +16,10 @@ from rllm_trace import attributes as A
 from rllm_trace._calldata import CallData
 from rllm_trace._plain import loads
 from rllm_trace._spans import Span
+from rllm_trace.exceptions import UnknownEpisodeError
 from rllm_trace.types import Episode, ModelCall, Reward, ToolCall, Trajectory
 
-__all__ = ["build_call", "build_episode", "total"]
+__all__ = ["build_call", "build_episode", "total", "with_rewards"]
 
 Json = dict[str, Any]
 
@@ -115,6 +116,25 @@ def build_call(span: Span, data: CallData, *, like: Sequence[Json] = ()) -> Mode
         ended=span.ended,
         time_to_first_token=data.time_to_first_token,
     )
+
+
+def with_rewards(episode: Episode, given: Sequence[Reward]) -> Episode:
+    """The episode with rewards that came after its end. Raises UnknownEpisodeError if one scores a span that is none of its own."""
+    trajectories = list(episode.trajectories)
+    of_episode = list(episode.rewards)
+    for reward in given:
+        if reward.target is None:
+            of_episode.append(reward)
+            continue
+        for position, trajectory in enumerate(trajectories):
+            if reward.target == trajectory.id or any(reward.target == call.span_id for call in trajectory.calls):
+                own = _supersede([*trajectory.rewards, reward])
+                trajectories[position] = msgspec.structs.replace(trajectory, rewards=own, reward=total(own, trajectory.id))
+                break
+        else:
+            raise UnknownEpisodeError(f"episode {episode.id!r} has no trajectory or call with the span id {reward.target!r}")
+    of_episode = _supersede(of_episode)
+    return msgspec.structs.replace(episode, trajectories=trajectories, rewards=of_episode, reward=total(of_episode, None))
 
 
 class _Draft:

@@ -12,7 +12,7 @@ deadline is delivered as it is, and what comes later is counted as late.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
@@ -83,6 +83,7 @@ class Rollout:
 
 _rollout: ContextVar[Rollout | None] = ContextVar("rllm_rollout", default=None)
 carry(_rollout)
+recorder.child_hooks.append(lambda: _rollout.set(None))
 
 
 def current_rollout() -> Rollout | None:
@@ -94,7 +95,7 @@ def current_rollout() -> Rollout | None:
 @contextlib.contextmanager
 def rollout(
     *, task_id: str | None = None, metadata: Mapping[str, Any] | None = None, route: Route | None = None, seed: int | None = None
-) -> Iterator[Rollout]:
+) -> Generator[Rollout]:
     """Opens a rollout in the running context. ``metadata`` goes into each episode's, ``route`` is where its calls are sent.
 
     Works around ``await`` too: it is carried like any context variable. Raises ConfigurationError where RLLM_DISABLED is set.

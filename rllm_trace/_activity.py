@@ -1,0 +1,115 @@
+"""One entry of decorated code, from its first step to its end: holds the scope that is set while the code runs, and only then.
+
+A function is one step; a generator is one step for each item. Between steps the scope of the consumer is the running one, so nothing of a
+generator leaks into it, and what the generator's body has opened (an agent, say) is there again at its next step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
+
+from rllm_trace._context import Scope, enter, leave
+from rllm_trace._guard import counters
+from rllm_trace._plain import from_plain, to_plain
+
+__all__ = ["UNTOUCHED", "Activity", "Kind", "arguments", "snapshot"]
+
+_MAX_ITEMS: Final = 100_000
+_ATOMS: Final = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+class Activity:
+    """Base of the kinds. Their ``succeed`` and ``fail`` are called once, and neither raises."""
+
+    __slots__ = ("_before", "_running", "items", "scope")
+
+    def __init__(self, scope: Scope | None) -> None:
+        self.scope = scope
+        """What is running while its code runs; None only for code that is left alone."""
+        self.items: list[Any] | None = None
+        """Copies of what a generator has yielded; None for a function."""
+        self._running = scope
+        self._before: Scope | None = None
+
+    def resume(self) -> None:
+        """Its code runs on."""
+        self._before = enter(self._running)
+
+    def suspend(self) -> None:
+        """Its code has stopped, for now or for good."""
+        self._running = leave(self.scope, self._before)
+        self._before = None
+
+    def yielded(self, item: Any) -> None:
+        """A generator gave an item."""
+
+    def succeed(self, result: Any) -> None:
+        """Returned, or its generator was exhausted (``result`` then is what it returned) or closed (None)."""
+
+    def fail(self, error: BaseException) -> None:
+        """Raised, or was cancelled."""
+
+    def keep(self, item: Any) -> None:
+        """Adds a copy of a yielded item; what is beyond the limit is counted."""
+        if self.items is None:
+            self.items = []
+        if len(self.items) < _MAX_ITEMS:
+            self.items.append(snapshot(item))
+        else:
+            counters.add("dropped", "yielded item")
+
+
+class _Untouched(Activity):
+    """Code that is left alone."""
+
+    __slots__ = ()
+
+    def resume(self) -> None: ...
+
+    def suspend(self) -> None: ...
+
+
+UNTOUCHED: Final[Activity] = _Untouched(None)
+
+
+class Kind(Protocol):
+    """What a decorator does: begins an activity for each entry of the function."""
+
+    def begin(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Activity:
+        """Never raises; ``UNTOUCHED`` where there is nothing to do."""
+        ...
+
+
+def snapshot(value: Any) -> Any:
+    """A copy that later changes of ``value`` do not reach. Objects become plain data, or their repr; never raises."""
+    return value if type(value) in _ATOMS else from_plain(to_plain(value))
+
+
+_signatures: dict[Any, inspect.Signature | None] = {}
+_MAX_SIGNATURES: Final = 10_000
+
+
+def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of the call's arguments by parameter name, without ``self`` and ``cls``; what does not bind is under ``args``."""
+    signature = _signature(function)
+    try:
+        bound = signature.bind(*args, **kwargs).arguments if signature is not None else {"args": args, **kwargs}
+    except TypeError:
+        bound = {"args": args, **kwargs}
+    return {name: snapshot(value) for name, value in bound.items() if name not in ("self", "cls")}
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return _signatures[function]
+    except (KeyError, TypeError):
+        pass
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        signature = None
+    if len(_signatures) < _MAX_SIGNATURES and inspect.isfunction(function):
+        _signatures[function] = signature
+    return signature

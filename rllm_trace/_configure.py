@@ -1,0 +1,205 @@
+"""Options in, a configured process out; and the two ways to see that what was recorded has left: ``flush`` and ``shutdown``.
+
+A call of ``configure`` replaces the last one as a whole. An option that cannot have an effect is refused, never ignored. Every wait has a
+deadline; at exit what is still waiting gets a few seconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from os import PathLike
+from typing import Any, Final, Literal, cast
+
+from rllm_trace._guard import guard
+from rllm_trace._instruments import remove_all
+from rllm_trace._recorder import EpisodeSink, SpanSink, recorder
+from rllm_trace.exceptions import ConfigurationError
+from rllm_trace.rollouts import EPISODE_TIMEOUT
+
+__all__ = ["configure", "flush", "shutdown"]
+
+Redact = Callable[[dict[str, Any]], dict[str, Any] | None]
+
+_SETTLE: Final = 5.0
+_EXIT_TIMEOUT: Final = 5.0
+_lock: Final = threading.RLock()
+
+
+class _AtExit:
+    registered = False
+
+
+def configure(
+    *,
+    service_name: str | None = None,
+    exporters: Iterable[Any] = (),
+    store: str | PathLike[str] | None = None,
+    capture_content: bool | None = None,
+    tokens: bool | Literal["auto"] = "auto",
+    sample: float = 1.0,
+    redact: Redact | None = None,
+    settle: float = _SETTLE,
+) -> None:
+    """Records every workflow of this process from now on; without ``exporters`` and ``store``, only what ``collect`` and rollouts ask for.
+
+    ``exporters``: ``"otlp"``, exporters of ``rllm_trace.exporters``, any OpenTelemetry SpanExporter. ``store``: a folder for episodes.
+    ``capture_content``: whether text and ids may leave for them; None: as each exporter says, for OTLP OpenTelemetry's GenAI variable.
+    ``tokens``: whether ids and logprobs are asked for; ``"auto"``: for a store, ``collect`` and rollouts. ``sample``: share of episodes
+    that exporters and store get, whole ones. ``redact``: sees a copy of every record that leaves, and returns what may leave of it.
+    ``settle``: seconds that calls may still run after their workflow has returned. Raises ConfigurationError.
+    """
+    exporters = _as_list(exporters)
+    has_outlet = bool(exporters) or store is not None
+    _check(tokens=tokens, sample=sample, settle=settle, capture_content=capture_content, redact=redact, service_name=service_name)
+    if not has_outlet:
+        for option, given in (
+            ("service_name", service_name is not None),
+            ("capture_content", capture_content is not None),
+            ("sample", sample != 1.0),
+            ("redact", redact is not None),
+        ):
+            if given:
+                raise ConfigurationError(f"{option}= has no effect without exporters= or store=: give one of them, or leave it out")
+    spans, episodes = _sinks(exporters, service_name=service_name, capture_content=capture_content, redact=redact)
+    stores = [] if store is None else [_store(store, capture_content=capture_content, redact=redact)]
+    with _lock:
+        _close_sinks(_EXIT_TIMEOUT)
+        recorder.span_sinks = tuple(spans)
+        recorder.episode_sinks = (*episodes, *stores)
+        recorder.store_tokens = bool(stores)
+        recorder.content = bool(stores) or any(_shows_content(sink) for sink in (*spans, *episodes))
+        recorder.tokens = None if tokens == "auto" else tokens
+        recorder.sample = float(sample)
+        recorder.settle = float(settle)
+        recorder.check_environment()
+        if has_outlet:
+            _register_at_exit()
+
+
+def flush(timeout: float = 5.0) -> bool:
+    """Waits until every ended episode and span has been delivered. True only if all was, in time, and nothing was lost since the last flush."""
+    deadline = time.monotonic() + timeout
+    delivered = recorder.wait_idle(timeout)
+    for sink in (*recorder.span_sinks, *recorder.episode_sinks):
+        in_time = False
+        with guard("flush"):
+            in_time = sink.flush(max(0.0, deadline - time.monotonic()))
+        delivered = delivered and in_time
+    return delivered and recorder.forget_dropped() == 0
+
+
+def shutdown(timeout: float = 5.0) -> bool:
+    """Ends what is open as it is, delivers what there is, closes the exporters, and stops recording until ``configure`` or ``collect``.
+
+    True only if all was delivered in time.
+    """
+    deadline = time.monotonic() + timeout
+    with _lock:
+        for episode in list(recorder.open_episodes.values()):
+            with guard("shutdown"):
+                episode.expire("rllm_trace was shut down", EPISODE_TIMEOUT)
+        delivered = flush(timeout)
+        _close_sinks(max(0.0, deadline - time.monotonic()))
+        recorder.refresh()
+        recorder.stop()
+        remove_all()
+    return delivered
+
+
+def _close_sinks(timeout: float) -> None:
+    spans, episodes = recorder.span_sinks, recorder.episode_sinks
+    recorder.span_sinks, recorder.episode_sinks, recorder.store_tokens = (), (), False
+    recorder.refresh()
+    if episodes:
+        recorder.wait_idle(timeout)
+    for sink in spans:
+        with guard("exporter"):
+            sink.close(timeout)
+    for sink in episodes:
+        with guard("exporter"):
+            sink.close()
+
+
+def _check(*, tokens: object, sample: object, settle: object, capture_content: object, redact: object, service_name: object) -> None:
+    if tokens not in (True, False, "auto"):
+        raise ConfigurationError(f"got tokens={tokens!r}; expected True, False or 'auto'")
+    if isinstance(sample, bool) or not isinstance(sample, (int, float)) or not 0.0 <= sample <= 1.0:
+        raise ConfigurationError(f"got sample={sample!r}; expected a share from 0.0 to 1.0")
+    if isinstance(settle, bool) or not isinstance(settle, (int, float)) or not math.isfinite(settle) or settle < 0:
+        raise ConfigurationError(f"got settle={settle!r}; expected seconds, 0 or more")
+    if capture_content not in (None, True, False):
+        raise ConfigurationError(f"got capture_content={capture_content!r}; expected True, False or None")
+    if redact is not None and not callable(redact):
+        raise ConfigurationError(f"got redact={redact!r}; expected a function from a record (a dict) to what may leave of it")
+    if service_name is not None and (not isinstance(service_name, str) or not service_name):
+        raise ConfigurationError(f"got service_name={service_name!r}; expected a non-empty string")
+
+
+def _as_list(exporters: Any) -> list[Any]:
+    if isinstance(exporters, str) or not isinstance(exporters, Iterable):
+        raise ConfigurationError(f"got exporters={exporters!r}; expected a list, such as exporters=['otlp']")
+    return list(cast("Iterable[Any]", exporters))
+
+
+def _sinks(
+    exporters: list[Any], *, service_name: str | None, capture_content: bool | None, redact: Redact | None
+) -> tuple[list[SpanSink], list[EpisodeSink]]:
+    if not exporters:
+        return [], []
+    from rllm_trace.exporters import open_sinks
+
+    spans, episodes = open_sinks(exporters, capture_content=capture_content, redact=redact, service_name=service_name)
+    return [*spans], [*episodes]
+
+
+def _store(path: str | PathLike[str], *, capture_content: bool | None, redact: Redact | None) -> EpisodeSink:
+    try:
+        module = importlib.import_module("rllm_trace.store")
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            "store= is not part of this version; to keep episodes on disk give exporters=[rllm_trace.exporters.JSONLExporter(path)]"
+        ) from error
+    return module.open_store(path, capture_content=capture_content, redact=redact)
+
+
+def _shows_content(sink: Any) -> bool:
+    """Whether a sink may be given content; one that does not say may."""
+    disclosure = getattr(sink, "_disclosure", None)
+    return disclosure is None or bool(disclosure.content)
+
+
+def _register_at_exit() -> None:
+    if not _AtExit.registered:
+        _AtExit.registered = True
+        atexit.register(_at_exit)
+        recorder.child_hooks.append(_in_forked_child)
+        _finalize_child()
+
+
+def _finalize_child(_: object = None) -> None:
+    """A child of ``multiprocessing`` leaves without running ``atexit``; its own finalizers it does run."""
+    if "multiprocessing.util" in sys.modules:
+        from multiprocessing import parent_process, util
+
+        if parent_process() is not None:
+            util.Finalize(None, _at_exit, exitpriority=10)
+
+
+def _in_forked_child() -> None:
+    """``multiprocessing`` clears finalizers right after the fork, then runs what asked for it."""
+    if "multiprocessing.util" in sys.modules:
+        from multiprocessing import util
+
+        util.register_after_fork(recorder, _finalize_child)
+
+
+def _at_exit() -> None:
+    with guard("exit"):
+        if recorder.span_sinks or recorder.episode_sinks:
+            shutdown(_EXIT_TIMEOUT)
