@@ -57,7 +57,11 @@ class _Packed(_Array):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, (list, tuple)):
             return self.tolist() == list(other)  # pyright: ignore[reportUnknownArgumentType]
-        return bool(super().__eq__(other))
+        return super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        equal = self.__eq__(other)
+        return equal if equal is NotImplemented else not equal
 
     __hash__ = None  # type: ignore[assignment]
 
