@@ -41,6 +41,9 @@ _JSON_FACTS: Final = frozenset(
 _MAX_INT: Final = 2**63 - 1
 """The largest that OTLP can carry."""
 
+_CHAT_FACTS: Final = (names.TASK_ID, names.SESSION_ID)
+"""All other attributes of a chat span come from its call."""
+
 _FLAGS: Final = (("no_train", names.CALL_NO_TRAIN), ("in_reward", names.CALL_IN_REWARD), ("late", names.CALL_LATE))
 _DERIVED: Final = frozenset(
     {
@@ -61,7 +64,6 @@ _DERIVED: Final = frozenset(
         names.CALL_NUMBER,
         names.EVALUATION_NAME,
         names.EVALUATION_SCORE,
-        names.REWARD_NAME,
         names.INPUT_VALUE,
         names.OUTPUT_VALUE,
         *(key for _, key in _FLAGS),
@@ -120,7 +122,10 @@ def span_from_attributes(
     ended: int,
     links: tuple[tuple[str, str], ...] = (),
 ) -> Span | None:
-    """The span that was exported with these attributes; None if it is not one of ours. Raises ValueError if one of ours is malformed."""
+    """The span that was exported under ``name`` with these attributes; None if it is not one of ours.
+
+    Raises ValueError if it is one of ours and malformed.
+    """
     if names.SPAN_KIND not in attributes or names.EPISODE_ID not in attributes:
         return None
     kind = msgspec.convert(attributes[names.SPAN_KIND], SpanKind)
@@ -139,7 +144,7 @@ def span_from_attributes(
         error=_error(attributes) if call is None else None,
         call=call,
         number=attributes.get(names.CALL_NUMBER, 0),
-        facts={} if kind == "chat" else _facts(attributes),
+        facts=_facts({key: attributes[key] for key in _CHAT_FACTS if key in attributes} if kind == "chat" else attributes),
         links=links,
         **{field: attributes.get(key, False) for field, key in _FLAGS},
     )
@@ -147,11 +152,7 @@ def span_from_attributes(
 
 def _reward_summary(span: Span) -> dict[str, AttributeValue]:
     given = cast("list[Reward]", span.facts.get(names.REWARD_VALUES) or [])
-    found: dict[str, AttributeValue] = {
-        names.OPENINFERENCE_KIND: names.KIND_REWARD,
-        names.REWARD_NAME: span.name,
-        names.EVALUATION_NAME: span.name,
-    }
+    found: dict[str, AttributeValue] = {names.OPENINFERENCE_KIND: names.KIND_REWARD, names.EVALUATION_NAME: span.name}
     if given:
         found[names.EVALUATION_SCORE] = float(sum(reward.weight * reward.value for reward in given))
     return found
@@ -178,11 +179,9 @@ def _fact_attribute(key: str, value: Any) -> AttributeValue:
 def _own_name(kind: SpanKind, name: str, attributes: Mapping[str, Any]) -> str:
     if kind == "other":
         return name
-    if kind == "reward":
-        return attributes[names.REWARD_NAME]
     if kind == "chat":
         return attributes.get(names.CALL_REQUESTED_MODEL, attributes[names.REQUEST_MODEL])
-    return attributes[_OPERATION[kind][2]]
+    return name.partition(" ")[2]
 
 
 def _error(attributes: Mapping[str, Any]) -> ErrorInfo | None:

@@ -1,4 +1,4 @@
-"""Where finished spans and episodes go: memory, JSON lines, OTLP (Jaeger and others), files for the Jaeger UI, or any OpenTelemetry exporter.
+"""Where finished spans and episodes go: memory, JSON lines, OTLP (Jaeger and others), Jaeger UI files, any OpenTelemetry exporter.
 
 ``open_sinks`` turns what a user configures into what the recorder feeds.
 """

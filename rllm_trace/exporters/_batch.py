@@ -8,11 +8,12 @@ span, and again in a forked child, which begins with an empty queue: the parent'
 from __future__ import annotations
 
 import collections
+import contextvars
 import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from rllm_trace import attributes as names
@@ -126,8 +127,7 @@ class BatchSink:
             self._waiting.clear()
             self._changed.notify_all()
             thread = self._thread
-        closer = threading.Thread(target=self._shut_down, name="rllm-trace-close", daemon=True)
-        closer.start()
+        closer = _started(self._shut_down, "rllm-trace-close")
         for waited in (closer, thread):
             if waited is not None:
                 waited.join(_DELAY)
@@ -137,8 +137,7 @@ class BatchSink:
             self._exporter.shutdown()
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="rllm-trace-export", daemon=True)
-        self._thread.start()
+        self._thread = _started(self._run, "rllm-trace-export")
 
     def _run(self) -> None:
         while True:
@@ -229,6 +228,13 @@ def _deliver(exporter: SpanExporter, spans: Sequence[ReadableSpan]) -> int:
     if deliver is not None:
         return deliver(spans)
     return len(spans) if exporter.export(spans) is SpanExportResult.SUCCESS else 0
+
+
+def _started(work: Callable[[], None], name: str) -> threading.Thread:
+    """A daemon thread in an empty context, so that it holds on to nothing of the app's."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    contextvars.Context().run(thread.start)
+    return thread
 
 
 def _weight(span: Span) -> int:
