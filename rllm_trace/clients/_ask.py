@@ -86,7 +86,7 @@ def is_strict(host: str) -> bool:
     return any(host == strict or host.endswith("." + strict) for strict in _STRICT_HOSTS)
 
 
-def ask(body: Mapping[str, Any], operation: Operation, refused: frozenset[str]) -> Asking:
+def ask(body: Mapping[str, Any], operation: Operation, refused: frozenset[str], *, policy: bool) -> Asking:
     """Adds to ``body`` what asks for tokens, fields in ``refused`` excepted. The app's own fields stay as they are, or grow."""
     sent = dict(body)
     added: dict[str, Any] = {}
@@ -100,7 +100,9 @@ def ask(body: Mapping[str, Any], operation: Operation, refused: frozenset[str]) 
         if not known.get("include_usage"):
             sent[_STREAM_OPTIONS] = {**known, "include_usage": True}
             added[_STREAM_OPTIONS] = options
-    keep = Keep(ids="return_token_ids" not in added, logprobs="logprobs" not in added, usage_chunk=_STREAM_OPTIONS not in added)
+    keep = Keep(
+        ids="return_token_ids" not in added, logprobs="logprobs" not in added, usage_chunk=_STREAM_OPTIONS not in added, versions=not policy
+    )
     return Asking(sent, added, keep)
 
 

@@ -130,7 +130,7 @@ class ClientCall:
                 )
         if self.refusal is None and self._may_ask():
             refused = frozenset[str]() if self.endpoint else refusals.of(self.destination.base_url, self.model)
-            asking = ask(self.body, self.operation, refused)
+            asking = ask(self.body, self.operation, refused, policy=self.endpoint is not None)
             self.body, self.added, self.keep = asking.body, asking.added, asking.keep
 
     def _redirect(self, route: Route) -> None:
@@ -357,7 +357,7 @@ class _Stream:
         self._encoding = encoding
         self._response_class: type[Any] = type(response)
         self._pieces: list[bytes] = []
-        self._holds_back = not events and encoding is None and not (call.keep.ids and call.keep.logprobs)
+        self._holds_back = not events and encoding is None and not call.keep.everything
 
     def feed(self, chunk: bytes) -> bytes:
         call = self._call

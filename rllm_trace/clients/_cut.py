@@ -18,11 +18,17 @@ PROMPT_IDS: Final = "prompt_token_ids"
 IDS: Final = ("token_ids", "response_token_ids")
 """Names of the sampled ids in a choice: vLLM's and SGLang's."""
 LOGPROBS: Final = "logprobs"
+METADATA: Final = "metadata"
+"""Where our own server and SGLang tell the versions of the weights."""
 
 _PROMPT_KEY: Final = b'"prompt_token_ids"'
 _ID_KEYS: Final = (b'"token_ids"', b'"response_token_ids"')
 _LOGPROBS_KEY: Final = b'"logprobs"'
+_METADATA_KEY: Final = b'"metadata"'
+_VERSION_MARK: Final = b'"weight_version'
 _LOGPROB_KEY: Final = b'"logprob"'
+_NULLS_MARK: Final = b'"kv_transfer_params"'
+"""vLLM writes this after all else, and each field that was not asked for as null: then null is what would have been there."""
 _SPACE: Final = b" \t\r\n"
 _STRUCTURE: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 _ENTRY_DEPTH: Final = 3
@@ -41,14 +47,18 @@ class Cut(msgspec.Struct, gc=False):
     prompt_ids: list[bytes]
     ids: list[bytes]
     logprobs: list[bytes]
+    metadata: bytes | None = None
 
 
 class CutError(Exception):
     """The response is laid out in a way that searching bytes cannot cut."""
 
 
-def cut(body: bytes, *, ids: bool, logprobs: bool) -> Cut:
-    """Takes out what is asked for: id arrays are removed with their keys, logprob objects replaced by null. Raises ``CutError``."""
+def cut(body: bytes, *, ids: bool, logprobs: bool, versions: bool = False) -> Cut:
+    """Takes out what is asked for: id arrays and versions are removed with their keys, logprob objects replaced by null.
+
+    Raises ``CutError``.
+    """
     spans: list[tuple[int, int, int]] = []
     prompt_parts: list[bytes] = []
     id_parts: list[bytes] = []
@@ -61,9 +71,10 @@ def cut(body: bytes, *, ids: bool, logprobs: bool) -> Cut:
     logprob_parts: list[bytes] = []
     if logprobs:
         _find_logprobs(body, spans, logprob_parts)
+    metadata = _find_versions(body, spans) if versions else None
     if not spans:
         return Cut(body, prompt_parts, id_parts, logprob_parts)
-    return Cut(_without_spans(body, spans), prompt_parts, id_parts, logprob_parts)
+    return Cut(_without_spans(body, spans), prompt_parts, id_parts, logprob_parts, metadata)
 
 
 def _value_at(body: bytes, at: int) -> int:
@@ -106,6 +117,16 @@ def _find_logprobs(body: bytes, spans: list[tuple[int, int, int]], found: list[b
         at = following
 
 
+def _find_versions(body: bytes, spans: list[tuple[int, int, int]]) -> bytes | None:
+    at = body.find(_METADATA_KEY) if _VERSION_MARK in body else -1
+    value = _value_at(body, at + len(_METADATA_KEY)) if at >= 0 else -1
+    if value < 0 or body[value : value + 1] != b"{":
+        return None
+    end = _closed(body, value, 0)
+    spans.append((at, end, -1))
+    return body[value:end]
+
+
 def _closed(body: bytes, at: int, depth: int) -> int:
     """Where the value ends that is ``depth`` levels open at ``at``."""
     for match in _STRUCTURE.finditer(body, at):
@@ -122,14 +143,16 @@ def _closed(body: bytes, at: int, depth: int) -> int:
 def _without_spans(body: bytes, spans: list[tuple[int, int, int]]) -> bytes:
     """The body without the spans: one that carries its own start as third number becomes null, others go with one comma."""
     spans.sort()
+    spells_nulls = body.find(_NULLS_MARK, spans[-1][1]) >= 0
     pieces: list[bytes] = []
     done = 0
     first = False
     for start, end, as_null in spans:
         if start < done:
             raise CutError("arrays within arrays")
-        if as_null >= 0:
-            pieces += (body[done:start], b"null")
+        if as_null >= 0 or spells_nulls:
+            value = as_null if as_null >= 0 else _value_at(body, body.index(b'"', start + 1) + 1)
+            pieces += (body[done:value], b"null")
             done, first = end, False
             continue
         before = body[done:start].rstrip(_SPACE)
@@ -150,11 +173,13 @@ def _without_spans(body: bytes, spans: list[tuple[int, int, int]]) -> bytes:
     return b"".join(pieces)
 
 
-def without(body: bytes, *, ids: bool, logprobs: bool) -> bytes:
+def without(body: bytes, *, ids: bool, logprobs: bool, versions: bool = False) -> bytes:
     """The same as ``cut(...).rest`` for any layout, by parsing. Raises ``msgspec.DecodeError`` if the body is no JSON object."""
     members = _object(body)
     if ids:
         members.pop(PROMPT_IDS, None)
+    if versions and _VERSION_MARK in bytes(cast(Any, members.get(METADATA, b""))):
+        members.pop(METADATA)
     raw = members.get("choices")
     if raw is not None and bytes(cast(Any, raw)) != b"null":
         choices = _objects(raw)

@@ -27,6 +27,13 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool
     usage_chunk: bool = True
     """False: the usage chunk of a stream was asked for by us."""
+    versions: bool = True
+    """False: versions of the weights are told by a server that the app does not know of."""
+
+    @property
+    def everything(self) -> bool:
+        """Nothing is taken out of a body or an event."""
+        return self.ids and self.logprobs and self.versions
 
 
 class Reply(msgspec.Struct, kw_only=True):
@@ -133,17 +140,17 @@ class Parts(msgspec.Struct, gc=False):
 
 def read_parts(raw: bytes, keep: Keep) -> Parts:
     """Decodes a response or one event of a stream. Raises ``msgspec.DecodeError`` where it is no such thing."""
-    if keep.ids and keep.logprobs:
+    if keep.everything:
         return Parts(_body(raw), raw)
     try:
         return _by_cutting(raw, keep)
     except _UNREADABLE:
         body = _body(raw)
-        return Parts(body, without(raw, ids=not keep.ids, logprobs=not keep.logprobs))
+        return Parts(body, without(raw, ids=not keep.ids, logprobs=not keep.logprobs, versions=not keep.versions))
 
 
 def _by_cutting(raw: bytes, keep: Keep) -> Parts:
-    parts = cut(raw, ids=not keep.ids, logprobs=not keep.logprobs)
+    parts = cut(raw, ids=not keep.ids, logprobs=not keep.logprobs, versions=not keep.versions)
     body = _body(parts.rest)
     choices = body.choices or ()
     if parts.ids:
@@ -152,6 +159,8 @@ def _by_cutting(raw: bytes, keep: Keep) -> Parts:
     if parts.logprobs:
         for choice, logprobs in zip(choices, _for_each(parts.logprobs, choices), strict=True):
             choice.logprobs = _logprobs(logprobs)
+    if parts.metadata:
+        body.metadata = msgspec.json.decode(parts.metadata)
     if parts.prompt_ids:
         if len(parts.prompt_ids) == 1:
             body.prompt_token_ids = _ints(parts.prompt_ids[0])

@@ -128,7 +128,7 @@ class EventReader:
 
     def __init__(self, keep: Keep) -> None:
         self._keep = keep
-        self._strips = not (keep.ids and keep.logprobs and keep.usage_chunk)
+        self._strips = not (keep.everything and keep.usage_chunk)
         self._pending = b""
         self._choices: dict[int, _Growing] = {}
         self._prompts: list[list[int] | None] = []
