@@ -6,7 +6,7 @@ Importing does nothing and loads no client, exporter or model library.
 from rllm_trace._collect import EpisodeHandle, collect, current_episode, stats
 from rllm_trace._configure import configure, flush, shutdown
 from rllm_trace._decorators import agent, no_train, tool, workflow
-from rllm_trace._instruments import instrument, uninstrument
+from rllm_trace._instruments import attach_to, instrument, tracer_provider, uninstrument
 from rllm_trace._propagation import attach, bind, headers
 from rllm_trace._rewards import add_reward, reward
 from rllm_trace.exceptions import (
@@ -44,6 +44,7 @@ __all__ = [
     "add_reward",
     "agent",
     "attach",
+    "attach_to",
     "bind",
     "collect",
     "configure",
@@ -56,6 +57,7 @@ __all__ = [
     "shutdown",
     "stats",
     "tool",
+    "tracer_provider",
     "uninstrument",
     "workflow",
 ]

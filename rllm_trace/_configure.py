@@ -83,7 +83,7 @@ def configure(
 
 
 def flush(timeout: float = 5.0) -> bool:
-    """Waits until every ended episode and span has been delivered. True only if all was, in time, and nothing was lost since the last flush."""
+    """Waits until all that has ended is delivered. True only if it was, in time, and nothing was lost since the last flush."""
     deadline = time.monotonic() + timeout
     delivered = recorder.wait_idle(timeout)
     for sink in (*recorder.span_sinks, *recorder.episode_sinks):

@@ -6,8 +6,9 @@ Where nothing is recorded they cost a few lookups. A workflow outside any other 
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Final, TypeVar, cast, overload
 
@@ -258,8 +259,8 @@ class _Block:
     """Something that is a decorator and, as often and as concurrently as wanted, a ``with`` block."""
 
     def __init__(self) -> None:
-        self._entered: list[Activity] = []
-        self._lock = threading.Lock()
+        self._elsewhere: list[Activity] = []
+        """Entries that have not been left yet: one left in another context than it was entered in is found here."""
 
     def _begin(self) -> Activity:
         raise NotImplementedError
@@ -267,8 +268,8 @@ class _Block:
     def __enter__(self) -> None:
         activity = self._begin()
         activity.resume()
-        with self._lock:
-            self._entered.append(activity)
+        _entered.set((*_entered.get(), (self, activity)))
+        self._elsewhere.append(activity)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         activity = self._leaving()
@@ -279,15 +280,21 @@ class _Block:
             activity.fail(error)
 
     def _leaving(self) -> Activity:
-        """The entry of the running code; the last one where the block is left in another context than it was entered in."""
-        with self._lock:
-            scope = current()
-            while scope is not None:
-                for position in range(len(self._entered) - 1, -1, -1):
-                    if self._entered[position].scope is scope:
-                        return self._entered.pop(position)
-                scope = scope.parent
-            return self._entered.pop()
+        """The innermost entry of this block in the running context; the last one anywhere if there is none."""
+        stack = _entered.get()
+        for position in range(len(stack) - 1, -1, -1):
+            block, activity = stack[position]
+            if block is self:
+                _entered.set((*stack[:position], *stack[position + 1 :]))
+                break
+        else:
+            activity = self._elsewhere[-1] if self._elsewhere else UNTOUCHED
+        with contextlib.suppress(ValueError):
+            self._elsewhere.remove(activity)
+        return activity
+
+
+_entered: Final[ContextVar[tuple[tuple[_Block, Activity], ...]]] = ContextVar("rllm_blocks", default=())
 
 
 class _Agent(_Block):
@@ -327,7 +334,7 @@ class _NoTrain(_Block):
     def __call__(self, function: F, /) -> F: ...
 
     @overload
-    def __call__(self) -> _NoTrain: ...
+    def __call__(self, function: None = None, /) -> _NoTrain: ...
 
     def __call__(self, function: F | None = None, /) -> F | _NoTrain:
         return self if function is None else wrap(function, self._kind)

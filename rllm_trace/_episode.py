@@ -25,10 +25,16 @@ IDLE: Final = _unrecorded("")
 
 
 def recording_scope(scope: Scope | None) -> Scope | None:
-    """``scope`` if what starts in it belongs to an open, recorded episode, else None."""
+    """Where what starts in ``scope`` belongs, if that is an open, recorded episode, else None."""
     if scope is None or not scope.episode.recorded:
         return None
-    return None if scope.episode.closed else scope
+    if scope.episode.closed:
+        return None
+    if scope.episode.foreign:
+        from rllm_trace._foreign import foreign_scope
+
+        return foreign_scope(scope)
+    return scope
 
 
 def begin_episode(scope: Scope | None, name: str, *, parent: Scope | None) -> Scope | None:

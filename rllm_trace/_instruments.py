@@ -5,9 +5,15 @@ Nothing is wrapped before the first episode, or before ``instrument`` is called.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rllm_trace._guard import guard
 
-__all__ = ["ensure_instrumented", "instrument", "remove_all", "uninstrument"]
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider as SDKTracerProvider
+    from opentelemetry.trace import TracerProvider
+
+__all__ = ["attach_to", "ensure_instrumented", "instrument", "remove_all", "tracer_provider", "uninstrument"]
 
 
 def ensure_instrumented() -> None:
@@ -35,6 +41,27 @@ def uninstrument(name: str = "openai") -> None:
     from rllm_trace import clients
 
     clients.uninstrument(name)
+
+
+def attach_to(provider: TracerProvider) -> None:
+    """Has spans of an OpenTelemetry provider that start inside a workflow taken into its episode; asking twice changes nothing.
+
+    Agents of other libraries become trajectories, their tools tool calls; what the provider samples out is not seen. Raises
+    ConfigurationError for one that takes no span processors, such as OpenTelemetry's placeholder before one is set.
+    """
+    from rllm_trace import _foreign
+
+    _foreign.attach_to(provider)
+
+
+def tracer_provider() -> SDKTracerProvider:
+    """A new provider for libraries that take one: whatever they trace inside a workflow is part of its episode.
+
+    It samples nothing out, cuts nothing, obeys no ``OTEL_*`` variable, and is never made the global one.
+    """
+    from rllm_trace import _foreign
+
+    return _foreign.tracer_provider()
 
 
 def remove_all() -> None:

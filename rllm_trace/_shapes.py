@@ -24,8 +24,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 def wrap(function: F, kind: Kind) -> F:
     """``function`` with an activity of ``kind`` around each entry. Raises ConfigurationError for a class or what cannot be called."""
     target = cast("Any", function)
-    if isinstance(target, (staticmethod, classmethod)):
-        return cast("F", type(target)(wrap(cast("Any", target).__func__, kind)))
+    for method in (staticmethod, classmethod):
+        if isinstance(target, method):
+            return cast("F", method(wrap(cast("Any", target).__func__, kind)))
     if isinstance(target, type):
         raise ConfigurationError(f"got the class {target.__qualname__}; decorate the method that does the work")
     if not callable(target):

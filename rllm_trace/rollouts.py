@@ -83,7 +83,14 @@ class Rollout:
 
 _rollout: ContextVar[Rollout | None] = ContextVar("rllm_rollout", default=None)
 carry(_rollout)
-recorder.child_hooks.append(lambda: _rollout.set(None))
+
+
+def _leave_parent() -> None:
+    """A forked child delivers nothing to the handle, which is in its parent."""
+    _rollout.set(None)
+
+
+recorder.child_hooks.append(_leave_parent)
 
 
 def current_rollout() -> Rollout | None:
