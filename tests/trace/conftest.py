@@ -68,7 +68,7 @@ def full_episode() -> Episode:
     call = ModelCall(
         span_id="00000000000000c1",
         parent_id="00000000000000a1",
-        operation="chat",
+        operation="text_completion",
         model="policy",
         requested_model="gpt-4o-mini",
         endpoint="policy",
@@ -154,3 +154,99 @@ def full_episode() -> Episode:
         parent_episode_id="ep-0",
         open_calls=1,
     )
+
+
+@pytest.fixture
+def spans() -> dict[str, Any]:
+    """The finished spans of one small episode by kind: a workflow with an agent, its call and tool, and a reward."""
+    from rllm_trace import attributes as A
+    from rllm_trace._calldata import CallData
+    from rllm_trace._spans import Span
+    from rllm_trace.types import Choice, ErrorInfo, Logprobs, Reward, TokenIds, Usage
+
+    common: dict[str, Any] = {"trace_id": "0123456789abcdef0123456789abcdef", "episode_id": "ep-1"}
+    solver: dict[str, Any] = {"trajectory_id": "00000000000000a1", "trajectory_name": "solver", **common}
+    root: dict[str, Any] = {"trajectory_id": "0000000000000001", "trajectory_name": "solve", **common}
+    call = CallData(
+        operation="chat",
+        model="policy",
+        requested_model="gpt-4o-mini",
+        server="127.0.0.1:8000",
+        request=b'{"model":"policy","messages":[{"role":"user","content":"What is 2+2?"}],"temperature":1.0}',
+        choices=[Choice(index=0, token_ids=TokenIds([52, 2]), logprobs=Logprobs([-0.25, -0.5]), text="4", finish_reason="stop")],
+        prompt_token_ids=TokenIds([1, 50, 10, 50]),
+        usage=Usage(prompt_tokens=4, completion_tokens=2),
+        exact=True,
+        complete=True,
+    )
+    second = 1_700_000_000_000_000_000
+    return {
+        "workflow": Span(
+            kind="workflow",
+            name="solve",
+            span_id="0000000000000001",
+            parent_id=None,
+            started=second,
+            ended=second + 9_000_000,
+            links=(("fedcba9876543210fedcba9876543210", "00000000000000ff"),),
+            facts={
+                A.TASK_ID: "t7",
+                A.SESSION_ID: "s1",
+                A.EPISODE_INPUT: {"question": "What is 2+2?", "n": (1,)},
+                A.EPISODE_OUTPUT: "4",
+                A.EPISODE_METADATA: {"index": 3},
+                A.TERMINATION: "completed",
+                A.REWARD_VALUE: 1.0,
+            },
+            **root,
+        ),
+        "agent": Span(
+            kind="agent",
+            name="solver",
+            span_id="00000000000000a1",
+            parent_id="0000000000000001",
+            started=second + 1_000_000,
+            ended=second + 8_000_000,
+            **solver,
+        ),
+        "chat": Span(
+            kind="chat",
+            name="gpt-4o-mini",
+            span_id="00000000000000c1",
+            parent_id="00000000000000a1",
+            started=second + 2_000_000,
+            ended=second + 4_000_000,
+            call=call,
+            number=3,
+            no_train=True,
+            facts={A.TASK_ID: "t7", A.SESSION_ID: "s1"},
+            **solver,
+        ),
+        "tool": Span(
+            kind="tool",
+            name="add",
+            span_id="00000000000000d1",
+            parent_id="00000000000000a1",
+            started=second + 5_000_000,
+            ended=second + 6_000_000,
+            error=ErrorInfo(type="ValueError", message="no number in What is 2+2?"),
+            facts={A.TOOL_CALL_ARGUMENTS: {"a": 2}, A.TOOL_CALL_RESULT: float("nan")},
+            **solver,
+        ),
+        "reward": Span(
+            kind="reward",
+            name="exact",
+            span_id="00000000000000e1",
+            parent_id="0000000000000001",
+            started=second + 7_000_000,
+            ended=second + 7_500_000,
+            in_reward=True,
+            facts={
+                A.REWARD_VALUES: [Reward(name="exact", value=1.0, weight=0.5, span_id="00000000000000e1")],
+                A.REWARD_NAME: "exact",
+                A.REWARD_VALUE: 1.0,
+                A.REWARD_WEIGHT: 0.5,
+            },
+            **root,
+        ),
+    }
