@@ -3,8 +3,6 @@
 import json
 import math
 
-import pytest
-
 from rllm_trainer.metrics import MetricsLog, read_metrics
 
 
@@ -49,7 +47,6 @@ def test_a_cut_last_line_is_left_out(tmp_path):
 
 def test_tensorboard_reads_the_events(tmp_path):
     """TensorBoard's own reader finds every scalar at its step."""
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log = MetricsLog(tmp_path)
