@@ -53,13 +53,15 @@ def test_parquet_file(tmp_path):
 
 def test_pandas_table():
     """A DataFrame gives one row a record."""
-    pandas = pytest.importorskip("pandas")
+    import pandas
+
     assert rows_of(pandas.DataFrame(ROWS)) == ROWS
 
 
 def test_hugging_face_table():
     """A Hugging Face data set gives one row a record."""
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     assert rows_of(datasets.Dataset.from_list(ROWS)) == ROWS
 
 
