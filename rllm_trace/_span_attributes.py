@@ -96,6 +96,8 @@ def span_attributes(span: Span, *, content: bool, tokens: bool) -> dict[str, Att
     if span.kind in _OPERATION:
         operation, icon, name_key = _OPERATION[span.kind]
         found |= {names.OPERATION_NAME: operation, names.OPENINFERENCE_KIND: icon, name_key: span.name}
+    if span.kind in ("chat", "agent"):
+        found[names.PROVIDER_NAME] = names.PROVIDER_OPENAI if span.call is not None and span.call.endpoint == "own" else names.PROVIDER_OURS
     if span.kind == "chat":
         found[names.CALL_NUMBER] = span.number
     if span.kind == "reward":

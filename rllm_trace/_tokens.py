@@ -214,9 +214,9 @@ def call_from_attributes(attributes: Mapping[str, Any]) -> CallData | None:
     packed = attributes.get(names.TOKENS_ENCODING) == names.TOKENS_ENCODING_VALUE
     choices = _choices(attributes, packed=packed)
     prompt = attributes.get(names.PROMPT_TOKEN_IDS) if packed else None
-    omitted = attributes.get(names.OMITTED_ATTRIBUTES)
-    if fields["exact"] and (omitted or not packed):
-        reason = f"too large to be exported: {', '.join(omitted)}" if omitted else "tokens were not exported"
+    lost = [key for key in attributes.get(names.OMITTED_ATTRIBUTES, ()) if key not in names.VIEW_KEYS]
+    if fields["exact"] and (lost or not packed):
+        reason = f"too large to be exported: {', '.join(lost)}" if lost else "tokens were not exported"
         fields |= {"exact": False, "inexact_reason": reason}
     return msgspec.convert(
         {

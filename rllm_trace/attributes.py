@@ -12,6 +12,10 @@ from typing import Final
 # GenAI conventions: what a span is
 OPERATION_NAME: Final = "gen_ai.operation.name"
 PROVIDER_NAME: Final = "gen_ai.provider.name"
+PROVIDER_OPENAI: Final = "openai"
+"""Of calls to the app's own endpoint: the client's protocol decides, as the conventions say."""
+PROVIDER_OURS: Final = "rllm"
+"""Of calls to the served policy, and of agents."""
 CONVERSATION_ID: Final = "gen_ai.conversation.id"
 """The user's session id if given, else the episode id."""
 WORKFLOW_NAME: Final = "gen_ai.workflow.name"
@@ -197,9 +201,12 @@ CONTENT_KEYS: Final = frozenset(
 )
 """Attributes that may hold what a user or a model wrote; they leave only where content may."""
 
+VIEW_KEYS: Final = (INPUT_MESSAGES, OUTPUT_MESSAGES, TOOL_DEFINITIONS, SYSTEM_INSTRUCTIONS)
+"""Attributes that say again, for display, what ``REQUEST_BODY`` and ``RESPONSE_CHOICES`` hold."""
+
 # Scope of our tracer, and the resource
 SCOPE_NAME: Final = "rllm_trace"
-DEFAULT_SERVICE_NAME: Final = "rllm"
+DEFAULT_SERVICE_NAME: Final = PROVIDER_OURS
 
 # Headers
 HEADER_BAGGAGE: Final = "baggage"

@@ -35,8 +35,6 @@ _BATCH_BYTES: Final = 4_000_000
 _SPAN_BYTES: Final = {"grpc": _BATCH_BYTES, "http/protobuf": 16_000_000}
 """A single span may be this large; the collector's HTTP receiver takes 20 MiB."""
 _MARGIN: Final = 1_000
-_VIEWS: Final = (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES, names.TOOL_DEFINITIONS, names.SYSTEM_INSTRUCTIONS)
-"""Attributes that say again, for display, what the request body and the choices hold."""
 _FIRST_WAIT: Final = 0.5
 _LARGE: Final = 1_000
 """Bytes from which on an attribute may be left out."""
@@ -173,7 +171,7 @@ def _shrunk(span: ReadableSpan, excess: int) -> ReadableSpan | None:
     sizes = {
         key: len(value.encode("utf-8", "replace")) for key, value in attributes.items() if isinstance(value, str) and len(value) >= _LARGE
     }
-    views = [key for key in _VIEWS if key in sizes] if names.REQUEST_BODY in sizes else []
+    views = [key for key in names.VIEW_KEYS if key in sizes] if names.REQUEST_BODY in sizes else []
     others = sorted((key for key in sizes if key not in views), key=lambda key: -sizes[key])
     omitted: list[str] = []
     for key in [*views, *others]:

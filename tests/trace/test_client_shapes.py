@@ -291,8 +291,7 @@ def test_a_reply_that_parse_refuses_is_recorded_whole(recording: Any) -> None:
     assert (call.choices[0].finish_reason, call.complete, call.error) == ("length", True, None)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_nulls_that_a_server_spells_out_stay(stream: bool, recording: Any) -> None:
+def test_nulls_that_a_server_spells_out_stay(recording: Any) -> None:
     """A server that spells fields out as null when they are not asked for is seen to do so, in a whole body."""
     reply = Reply(choices=[TEXT], spells_nulls=True)
 

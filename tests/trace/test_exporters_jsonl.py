@@ -54,7 +54,7 @@ def test_a_line_of_a_newer_version_is_refused_by_name(full_episode: Episode, tmp
     """Half-understood records would be worse than none."""
     path = tmp_path / "episodes.jsonl"
     path.write_text('{"schema": "rllm.episode", "version": 99, "episode": {"whatever": 1}}\n')
-    with pytest.raises(ValueError, match="version 99; this rllm_trace reads 'rllm.episode' up to version 1"):
+    with pytest.raises(ValueError, match=r"version 99; this rllm_trace reads 'rllm.episode' up to version 1"):
         read_episodes(path)
 
 
@@ -118,7 +118,7 @@ class Colour(enum.Enum):
     RED = "red"
 
 
-class Shade(str, enum.Enum):
+class Shade(enum.StrEnum):
     DARK = "dark"
 
 

@@ -120,7 +120,9 @@ def test_without_content_no_text_stays() -> None:
     call = the_call()
     call.request = b'{"messages":[{"role":"user","content":"SECRET"}],"tools":[{"type":"function","function":{"name":"SECRET"}}]}'
     call.requested = {"user": "SECRET"}
-    call.choices = [Choice(index=0, token_ids=TokenIds([9]), logprobs=None, text="SECRET", tool_calls=[{"id": "SECRET"}], reasoning="SECRET")]
+    call.choices = [
+        Choice(index=0, token_ids=TokenIds([9]), logprobs=None, text="SECRET", tool_calls=[{"id": "SECRET"}], reasoning="SECRET")
+    ]
     call.error = ErrorInfo(type="openai.BadRequestError", message="SECRET", status_code=400)
     found = call_attributes(call, content=False, tokens=False)
     assert "SECRET" not in repr(found)
@@ -186,7 +188,9 @@ def test_attributes_hold_for_random_calls() -> None:
             Choice(
                 index=rng.randrange(9),
                 token_ids=TokenIds(rng.randrange(2**31) for _ in range(rng.randrange(5))) if rng.random() < 0.7 else None,
-                logprobs=Logprobs(rng.choice([-math.inf, 0.0, -rng.random()]) for _ in range(rng.randrange(5))) if rng.random() < 0.7 else None,
+                logprobs=Logprobs(rng.choice([-math.inf, 0.0, -rng.random()]) for _ in range(rng.randrange(5)))
+                if rng.random() < 0.7
+                else None,
                 text=maybe(word()),  # type: ignore[arg-type]
                 tool_calls=maybe([{"id": word(), "function": {"name": word(), "arguments": word()}}]),  # type: ignore[arg-type]
                 reasoning=maybe(word()),  # type: ignore[arg-type]
