@@ -53,8 +53,8 @@ class Reply(msgspec.Struct, kw_only=True):
     """Cut the stream into network writes of this many bytes, whatever the events; None: one write for each event."""
     delay: float = 0.0
     """Seconds before the first byte."""
-    hold: bool = False
-    """Never answer: the client's own timeout or cancellation ends the call."""
+    hold_after: int | None = None
+    """Send this many events (0: nothing at all), then nothing more: the client's own timeout or cancellation ends the call."""
     disconnect_after: int | None = None
     """Drop the connection after this many events (0: before the first byte)."""
     gzip: bool = False

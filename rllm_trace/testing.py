@@ -158,7 +158,7 @@ class ScriptedServer:
         self.log.append(exchange)
         reply = self._reply(exchange)
         exchange.status = reply.status
-        if reply.hold:
+        if reply.hold_after == 0:
             await reader.read(1)
             return False
         if reply.delay:
@@ -169,6 +169,8 @@ class ScriptedServer:
         streams = bool(exchange.body.get("stream")) and reply.status == 200 and reply.raw is None and exchange.reply is not None
         compress = reply.gzip and "gzip" in headers.get("accept-encoding", "")
         await (_send_stream if streams else _send_whole)(writer, exchange, reply, compress=compress)
+        if reply.hold_after is not None and not exchange.finished:
+            await reader.read(1)
         return exchange.finished
 
     def _reply(self, exchange: Exchange) -> Reply:
@@ -246,6 +248,8 @@ async def _send_stream(writer: asyncio.StreamWriter, exchange: Exchange, reply: 
         if position == reply.disconnect_after:
             await writer.drain()
             writer.transport.close()
+            return
+        if position == reply.hold_after:
             return
         exchange.sent += event
         if packer is not None:

@@ -296,9 +296,8 @@ class ClientCall:
             return _exact.FAILED
         if not complete:
             return _exact.INCOMPLETE
-        expected = self.body.get("n")
-        if reply.choices and isinstance(expected, int) and len(reply.choices) < expected:
-            return f"{_exact.NO_CHOICES}: {len(reply.choices)} of {expected}"
+        if reply.choices and len(reply.choices) < self._expected:
+            return f"{_exact.NO_CHOICES}: {len(reply.choices)} of {self._expected}"
         if reply.fault in _exact.ABSENT and not (self.body.get("return_token_ids") and self.body.get("logprobs") is not None):
             return _exact.NOT_ASKED
         return reply.fault or _exact.sampling_reason(self.body)
@@ -334,10 +333,19 @@ class ClientCall:
             message = message.replace(secret, "***")
         return message[:_MAX_MESSAGE]
 
+    def whole_so_far(self, reply: Reply) -> None:
+        """Every choice has its finish reason; what may still come is the usage. Should the app leave the stream here, nothing is lost."""
+        if not self._ended and self.open.span.call is None and len(reply.choices) >= self._expected:
+            self.open.span.call = self._data(reply, True, None, False, True)
+
+    @property
+    def _expected(self) -> int:
+        count = self.body.get("n")
+        return count if isinstance(count, int) else 1
+
     def stream_over(self, reply: Reply, done: bool, error: BaseException | None, *, exhausted: bool) -> None:
         """The stream of the answer has ended in any way."""
-        expected = self.body.get("n")
-        whole = reply.finished and len(reply.choices) >= (expected if isinstance(expected, int) else 1)
+        whole = reply.finished and len(reply.choices) >= self._expected
         if done or whole:
             self.finish(reply, complete=True, streamed=True)
         elif error is None or isinstance(error, GeneratorExit):
@@ -369,6 +377,8 @@ class _Stream:
         seen = events.feed(chunk)
         if events.done:
             call.stream_over(events.reply(), True, None, exhausted=False)
+        elif events.finished:
+            call.whole_so_far(events.reply())
         return seen
 
     def flush(self) -> bytes:
