@@ -245,6 +245,10 @@ class OpenEpisode:
         self._keeper.done(self)
         return True
 
+    def let_go(self) -> None:
+        """After the delivery: a context that lives on, in a thread say, keeps none of the records alive."""
+        self.spans, self.inboxes, self.rollout = [], (), None
+
     @property
     def open_spans(self) -> int:
         """How many spans started inside are open now."""

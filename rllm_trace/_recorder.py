@@ -244,6 +244,7 @@ class Recorder:
                     self._idle.notify_all()
             else:
                 heapq.heappush(settling, item)
+            item = None  # a waiting writer keeps no episode alive
 
     def _deliver(self, episode: OpenEpisode) -> None:
         record: Episode | None = None
@@ -265,7 +266,7 @@ class Recorder:
         self.delivered[episode.id] = (episode.trace_id, episode.root.span_id, episode.root.name)
         if len(self.delivered) > _MAX_REMEMBERED:
             self.delivered.popitem(last=False)
-        episode.spans = []
+        episode.let_go()
 
     def _export(self, episode: OpenEpisode, record: Episode) -> None:
         if episode.exported:
