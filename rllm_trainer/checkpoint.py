@@ -21,13 +21,15 @@ import msgspec
 from rllm_trainer.engine.base import Engine
 from rllm_trainer.exceptions import CheckpointError
 
-__all__ = ["SETTINGS_FILE", "Checkpoints", "State", "new_run_dir", "owned", "require_same", "write_json"]
+__all__ = ["SETTINGS_FILE", "Checkpoints", "State", "export_model", "new_run_dir", "owned", "require_same", "write_json"]
 
 _FOLDER = "checkpoints"
 _STATE = "state.json"
 _ENGINE = "engine"
 _LOCK = ".lock"
 SETTINGS_FILE = "settings.json"
+_WEIGHTS = frozenset({".safetensors", ".bin", ".gguf", ".pt", ".pth"})
+_NOT_OF_THE_MODEL = frozenset({"optimizer.safetensors"})
 _NAME = re.compile(r"step-(\d{6})")
 
 
@@ -141,12 +143,41 @@ def require_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             )
 
 
+def export_model(base: Path, saved: Path, target: Path) -> None:
+    """A Hugging Face folder of its own: weights as saved, and whatever else the base model's folder has.
+
+    Large files are linked, not copied, where the disk can; the folder appears whole or not at all.
+    """
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    for file in base.iterdir():
+        if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, temporary / file.name)
+    for file in saved.iterdir():
+        if file.name not in _NOT_OF_THE_MODEL and not file.name.startswith("random-"):
+            _link_or_copy(file, temporary / file.name)
+    _sync_tree(temporary)
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2) + b"\n")
     _sync(temporary)
     temporary.replace(path)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target)
+        return
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _slug(name: str) -> str:

@@ -6,13 +6,21 @@ turns (strips thinking, moves the tools) training stays exact, because only samp
 
 from __future__ import annotations
 
+import http.client
+import json
 from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
 
-__all__ = ["Tokenize", "template_breaks"]
+from rllm_trainer.exceptions import ServerError
+from rllm_trainer.serving.base import Server
+
+__all__ = ["Tokenize", "template_breaks", "tokenize_with"]
 
 Message = dict[str, str]
 Tokenize = Callable[[list[Message]], Sequence[int]]
 """Messages -> token ids, with the prompt for the next reply at the end."""
+
+_TIMEOUT = 60.0
 
 _SYSTEM: Message = {"role": "system", "content": "Answer briefly."}
 _TURNS: list[Message] = [
@@ -37,6 +45,29 @@ def template_breaks(tokenize: Tokenize) -> list[str]:
                 )
             before = after
     return found
+
+
+def tokenize_with(server: Server) -> Tokenize:
+    """The server's own template, asked over HTTP on its host, past any proxy. Calls raise ``ServerError`` where it refuses a chat."""
+    parts = urlsplit(server.base_url)
+
+    def tokenize(messages: list[Message]) -> list[int]:
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_TIMEOUT)
+        body = json.dumps({"messages": messages, "add_generation_prompt": True})
+        headers = {"authorization": f"Bearer {server.api_key}", "content-type": "application/json"}
+        try:
+            connection.request("POST", parts.path.removesuffix("/v1") + "/tokenize", body, headers)
+            response = connection.getresponse()
+            answer = json.loads(response.read())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ServerError(f"the server did not tokenise a chat: {error!r}") from error
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise ServerError(f"the server refused to tokenise a chat: {answer}")
+        return answer["tokens"]
+
+    return tokenize
 
 
 def _parting(one: Sequence[int], other: Sequence[int]) -> int:

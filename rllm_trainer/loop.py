@@ -1,0 +1,209 @@
+"""The order, and nothing else: rollouts, samples, credit, batch, update, export, swap, measure; again.
+
+Every stage is a function of the record before it. A stop is honoured between stages and while rollouts run, never inside an update or
+a swap, so what a checkpoint holds is always a whole step. Nothing waits on two things: the swap lies between steps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+import msgspec
+
+from rllm_trace.routing import CallSites
+from rllm_trainer.advantages import credit
+from rllm_trainer.batching import make_batch
+from rllm_trainer.checkpoint import Checkpoints, State
+from rllm_trainer.config import Settings
+from rllm_trainer.engine.base import Engine
+from rllm_trainer.evaluation import Evaluation, Evaluator
+from rllm_trainer.exceptions import RunStopped
+from rllm_trainer.measures import (
+    batch_measures,
+    evaluation_measures,
+    gap_measures,
+    gap_rows,
+    rollout_measures,
+    sample_measures,
+    swap_measures,
+    update_measures,
+)
+from rllm_trainer.metrics import EVAL_SAMPLED, MetricsLog
+from rllm_trainer.report import Report, losses_of
+from rllm_trainer.rollout.faults import leaves_gradient
+from rllm_trainer.rollout.runner import RunInterrupted
+from rllm_trainer.rollout.source import Collected, Source
+from rllm_trainer.samples import Counters, SampleSet, build_samples
+from rllm_trainer.schedule import learning_rate
+from rllm_trainer.serving.base import Server
+from rllm_trainer.serving.proof import pick_probe
+from rllm_trainer.trainability import (
+    WARN_EXCLUDED,
+    excluded_share,
+    require_replaced_names,
+    require_signal,
+    require_sound,
+    site_findings,
+    training_view,
+)
+from rllm_trainer.types import Batch, Rollout
+
+__all__ = ["Loop", "Parts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What the loop puts in order."""
+
+    settings: Settings
+    engine: Engine
+    server: Server | None
+    """None: a replay; nothing is served."""
+    source: Source
+    evaluator: Evaluator | None
+    sites: CallSites | None
+    metrics: MetricsLog
+    checkpoints: Checkpoints
+    report: Report
+    stop: threading.Event
+
+
+class Loop:
+    """One run, from a state to the state after its last step."""
+
+    def __init__(self, parts: Parts, state: State) -> None:
+        self.state = state
+        self.last_evaluation: Evaluation | None = None
+        """The one after the last step, where there are rows for it."""
+        self._parts = parts
+        self._looked = False
+
+    def run(self) -> State:
+        """Take every step that is left. A checkpoint of the last whole step is written whatever ends it.
+
+        Raises:
+            RunInterrupted: the stop event was set.
+            RunStopped: going on would train nothing or the wrong thing.
+        """
+        try:
+            while not self._finished():
+                if self._parts.stop.is_set():
+                    raise RunInterrupted
+                step = self.state.step + 1
+                collected = self._parts.source.collect(step, self.state.version)
+                if collected is None:
+                    self._parts.report.note(f"the rows ran out after step {self.state.step}")
+                    break
+                self._step(step, collected)
+        except (RunInterrupted, RunStopped):
+            self._save()
+            raise
+        self._save()
+        self._last_evaluation()
+        return self.state
+
+    def _finished(self) -> bool:
+        return self.state.steps is not None and self.state.step >= self.state.steps
+
+    def _step(self, step: int, collected: Collected) -> None:
+        started = time.monotonic()
+        rollouts = collected.rollouts
+        notes = list(collected.notes)
+        require_sound(rollouts)
+        if excluded_share(rollouts) > WARN_EXCLUDED:
+            self._parts.report.warn(
+                f"{excluded_share(rollouts):.0%} of step {step}'s rollouts were lost to faults that are not the policy's"
+            )
+        samples = self._samples(rollouts)
+        self._look(collected, samples)
+        counters = reduce(add, (s.counters for s in samples.values()), Counters())
+        line = rollout_measures(collected.groups, collected.seconds) | sample_measures(counters, collected.seconds)
+        batch = self._batch(step, collected, samples)
+        line |= batch_measures(batch)
+        if self._learns(batch):
+            line |= self._learn(step, batch)
+        else:
+            notes.append("every advantage of the batch is 0: there was nothing to learn, and the weights stayed as they were")
+        self.state = msgspec.structs.replace(self.state, step=step)
+        if step % self._parts.settings.save_every == 0:
+            self._save()
+        try:
+            line |= self._evaluate(step)
+        finally:
+            line["seconds"] = collected.seconds + time.monotonic() - started
+            line["version"] = self.state.version
+            written = self._parts.metrics.write(step, line)
+            self._parts.report.step(written, losses_of(rollouts, counters, notes), steps=self.state.steps)
+
+    def _samples(self, rollouts: Sequence[Rollout]) -> dict[str, SampleSet]:
+        settings = self._parts.settings
+        episodes = [r.episode for r in rollouts if r.episode is not None and not leaves_gradient(r.fault)]
+        return {
+            episode.id: build_samples(
+                episode,
+                mode=settings.sample_mode,
+                max_len=settings.max_model_len,
+                overlong=settings.overlong,
+                mask_truncated=settings.mask_truncated,
+            )
+            for episode in training_view(episodes)
+        }
+
+    def _look(self, collected: Collected, samples: dict[str, SampleSet]) -> None:
+        """Once, before the first update: where calls went, and whether they can carry a gradient."""
+        if self._looked or self._parts.sites is None:
+            return
+        self._looked = True
+        sites = self._parts.sites.seen()
+        self._parts.report.routing(sites)
+        require_replaced_names(self._parts.settings.replaces, sites)
+        require_signal(collected.groups, samples, sites)
+        for sentence in site_findings(sites):
+            self._parts.report.warn(sentence)
+
+    def _batch(self, step: int, collected: Collected, samples: dict[str, SampleSet]) -> Batch:
+        rows = credit(collected.groups, samples, settings=self._parts.settings)
+        return make_batch(rows, settings=self._parts.settings, step=step, policy_version=self.state.version)
+
+    def _learns(self, batch: Batch) -> bool:
+        """Whether the update can move the weights: some advantage, or a term that needs none."""
+        settings = self._parts.settings
+        return bool(settings.kl_coef or settings.entropy_coef) or any(row.advantages.any() for row in batch.rows)
+
+    def _learn(self, step: int, batch: Batch) -> dict[str, float]:
+        settings, engine = self._parts.settings, self._parts.engine
+        assert settings.lr is not None
+        measured = gap_rows([row.sample for row in batch.rows])
+        rows, temperatures = [s.token_ids for s in measured], [s.temperature for s in measured]
+        old = engine.logprobs(rows, temperatures=temperatures)
+        lr = learning_rate(step, peak=settings.lr, schedule=settings.schedule, warmup_steps=settings.warmup_steps, steps=self.state.steps)
+        line = gap_measures(measured, old) | update_measures(engine.update(batch, lr=lr))
+        version = self.state.version + 1
+        if self._parts.server is not None:
+            new = engine.logprobs(rows, temperatures=temperatures)
+            probe = pick_probe(rows, old, new, temperature=temperatures[0])
+            line |= swap_measures(self._parts.server.swap(engine.export_weights(version), probe=probe))
+        self.state = msgspec.structs.replace(self.state, version=version)
+        return line
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """The held-out scores of this step, where they are due between the first and the last."""
+        every, evaluator = self._parts.settings.eval_every, self._parts.evaluator
+        if evaluator is None or every is None or step % every or step == self.state.steps:
+            return {}
+        return {EVAL_SAMPLED: evaluator.run(step=step, version=self.state.version, greedy=False).sampled.mean}
+
+    def _last_evaluation(self) -> None:
+        evaluator, state = self._parts.evaluator, self.state
+        if evaluator is None:
+            return
+        self.last_evaluation = found = evaluator.run(step=state.step, version=state.version, greedy=self._parts.settings.eval_greedy)
+        self._parts.metrics.write(state.step, evaluation_measures(found))
+
+    def _save(self) -> None:
+        self._parts.checkpoints.save(self.state, self._parts.engine)

@@ -1,0 +1,162 @@
+"""The records of a step in, its metrics out, under names that are spelled here and nowhere else. Pure.
+
+Means over rollouts have every rollout in the denominator: one that was lost to a fault counts as 0 in ``reward/mean``;
+``reward/mean_scored`` is over those that have a reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rllm_trainer.engine.base import UpdateReport
+from rllm_trainer.evaluation import Evaluation
+from rllm_trainer.metrics import EVAL_GREEDY, EVAL_SAMPLED, REWARD_MEAN
+from rllm_trainer.rollout.faults import leaves_gradient
+from rllm_trainer.samples import Counters
+from rllm_trainer.serving.base import SwapReport
+from rllm_trainer.types import Batch, Float32, Group, Sample
+
+__all__ = [
+    "batch_measures",
+    "evaluation_measures",
+    "gap_measures",
+    "gap_rows",
+    "rollout_measures",
+    "sample_measures",
+    "swap_measures",
+    "update_measures",
+]
+
+Measures = dict[str, float]
+
+_GAP_TOKENS = 1024
+"""Tokens that go through the model to measure the gap between trainer and server, and again to prove a swap."""
+
+
+def rollout_measures(groups: Sequence[Group], seconds: float) -> Measures:
+    """What the rollouts were worth, and what failed."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    scored = [r.reward for r in rollouts if r.reward is not None]
+    found: Measures = {
+        REWARD_MEAN: sum(scored) / len(rollouts) if rollouts else 0.0,
+        "rollouts": len(rollouts),
+        "rollouts/excluded": sum(leaves_gradient(r.fault) for r in rollouts),
+        "rollouts/seconds": seconds,
+        "groups": len(groups),
+        "groups/with_signal_share": _share([_differs([r.reward for r in g.rollouts if r.reward is not None]) for g in groups]),
+    }
+    if scored:
+        found |= {"reward/mean_scored": float(np.mean(scored)), "reward/std": float(np.std(scored))}
+    for fault in ("infrastructure", "app", "reward", "policy"):
+        found[f"faults/{fault}"] = sum(r.fault == fault for r in rollouts)
+    names = sorted({name for r in rollouts for name in r.rewards})
+    for name in names:
+        values = [r.rewards[name] for r in rollouts if name in r.rewards]
+        found[f"rewards/{name}"] = sum(values) / len(values)
+    return found
+
+
+def sample_measures(counters: Counters, seconds: float) -> Measures:
+    """What became of the sampled tokens."""
+    found: Measures = {
+        "tokens/sampled": counters.sampled_tokens,
+        "tokens/trained": counters.trained_tokens,
+        "tokens/trained_share": counters.share_trained,
+        "tokens/rows": counters.row_tokens,
+        "calls": counters.calls,
+        "calls/trained": counters.trained_calls,
+        "rows": counters.rows,
+        "breaks": sum(counters.breaks.values()),
+        "episodes/multi_call_share": counters.multi_call_episodes / counters.episodes if counters.episodes else 0.0,
+    }
+    if counters.multi_call_episodes:
+        found["episodes/one_row_share"] = counters.one_row_episodes / counters.multi_call_episodes
+    if seconds > 0:
+        found["tokens_per_second"] = counters.sampled_tokens / seconds
+    return found
+
+
+def batch_measures(batch: Batch) -> Measures:
+    """What the update will see."""
+    trained = [row.advantages[row.sample.trained_mask] for row in batch.rows]
+    advantages = np.concatenate(trained) if trained else np.zeros(0, np.float32)
+    found: Measures = {"batch/denominator": batch.denominator}
+    if len(advantages):
+        found |= {
+            "advantages/abs_mean": float(np.abs(advantages).mean()),
+            "advantages/nonzero_share": float((advantages != 0).mean()),
+        }
+    versions = np.concatenate([row.sample.versions[row.sample.trained_mask] for row in batch.rows]) if trained else np.zeros(0, np.int32)
+    found["tokens/stale"] = int(((versions >= 0) & (versions != batch.policy_version)).sum())
+    return found
+
+
+def gap_rows(samples: Sequence[Sample]) -> list[Sample]:
+    """Rows to measure the gap and prove the swap on: evenly drawn, of one temperature, at most ``_GAP_TOKENS`` tokens or one row."""
+    if not samples:
+        return []
+    samples = [s for s in samples if s.temperature == samples[0].temperature]
+    mean = sum(len(s.token_ids) for s in samples) / len(samples)
+    count = max(1, min(len(samples), int(_GAP_TOKENS / mean)))
+    return [samples[i * len(samples) // count] for i in range(count)]
+
+
+def gap_measures(samples: Sequence[Sample], logprobs: Sequence[Float32]) -> Measures:
+    """|server - trainer| over the sampled tokens of rows, in nats."""
+    parts = [
+        np.abs(sample.logprobs - ours)[sample.trained_mask & np.isfinite(sample.logprobs)]
+        for sample, ours in zip(samples, logprobs, strict=True)
+    ]
+    gaps = np.concatenate(parts) if parts else np.zeros(0, np.float32)
+    if not len(gaps):
+        return {}
+    return {
+        "gap/mean": float(gaps.mean()),
+        "gap/p99": float(np.percentile(gaps, 99)),
+        "gap/max": float(gaps.max()),
+        "gap/tokens": len(gaps),
+    }
+
+
+def update_measures(update: UpdateReport) -> Measures:
+    """What the optimizer step did; verl's metrics under verl's names."""
+    return {
+        "loss": update.loss,
+        "grad_norm": update.grad_norm,
+        "lr": update.lr,
+        "update/rows": update.rows,
+        "update/tokens": update.tokens,
+        "update/trained_tokens": update.trained_tokens,
+        "update/seconds": update.seconds,
+        **_numbers(update.metrics),
+    }
+
+
+def swap_measures(swap: SwapReport) -> Measures:
+    """How the new weights reached the server."""
+    return {
+        "swap/seconds": swap.seconds,
+        "swap/requests_in_flight": swap.requests_in_flight,
+        "swap/max_difference": swap.max_difference,
+        "swap/proved_by_logprobs": float(swap.proof == "logprobs"),
+    }
+
+
+def evaluation_measures(evaluation: Evaluation) -> Measures:
+    """The held-out means of one evaluation."""
+    greedy = {} if evaluation.greedy is None else {EVAL_GREEDY: evaluation.greedy.mean}
+    return {EVAL_SAMPLED: evaluation.sampled.mean, **greedy}
+
+
+def _numbers(metrics: Mapping[str, float]) -> Measures:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _differs(rewards: Sequence[float]) -> bool:
+    return len(set(rewards)) > 1
+
+
+def _share(values: Sequence[bool]) -> float:
+    return sum(values) / len(values) if values else 0.0

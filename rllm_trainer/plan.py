@@ -1,0 +1,236 @@
+"""What the user asked for in, a run that can be started out; what can be refused without starting anything is refused here.
+
+No process, no port and no file but the run folder is made. The order of the checks is the order in which a person would want to know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, State, new_run_dir, require_same, write_json
+from rllm_trainer.config import SettingRow, Settings, make_settings, table
+from rllm_trainer.engine.memory import free_memory, model_shape, require_memory
+from rllm_trainer.exceptions import DatasetError, SettingError
+from rllm_trainer.models import DEFAULT_MODEL, resolve_model
+from rllm_trainer.report import Report
+from rllm_trainer.rollout.arguments import Binder, app_name
+from rllm_trainer.rollout.dataset import FixedTasks, StreamedTasks, Task, read_tasks, require_disjoint
+from rllm_trainer.rollout.rewards import RewardPlan, plan_rewards
+
+__all__ = ["Ask", "RunPlan", "fixed_tasks", "guarded", "plan_run", "require_arguments"]
+
+_PACKAGES = ("rllm-trace", "verl", "torch", "transformers", "openai")
+_OF_EVALUATION = ("eval_every", "eval_n", "eval_greedy")
+_MOST_EVALUATION_ROWS = 100_000
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``fit`` was called with, as given."""
+
+    app: Callable[..., Any]
+    dataset: Any
+    model: Any
+    reward: Any
+    eval_dataset: Any
+    output_dir: Any
+    resume: Any
+    given: dict[str, Any]
+    """Settings by name."""
+
+
+class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that can be started."""
+
+    name: str
+    settings: Settings
+    tasks: FixedTasks | StreamedTasks
+    eval_tasks: list[Task]
+    """Empty: there is no evaluation."""
+    rewards: RewardPlan
+    model: Path
+    run_dir: Path
+    state: State
+    checkpoint: Path | None
+    """What the engine continues from; None: it starts from the model."""
+    facts: dict[str, str]
+    rows: list[SettingRow]
+
+    def batches(self) -> Iterator[list[Task]]:
+        """The batches that are left, none with a row of the evaluation."""
+        settings, start = self.settings, self.state.step
+        if isinstance(self.tasks, FixedTasks):
+            drawn = self.tasks.batches(
+                settings.batch_tasks, epochs=settings.epochs, seed=settings.seed, shuffle=settings.shuffle, start=start
+            )
+        else:
+            drawn = self.tasks.batches(settings.batch_tasks, start=start)
+        return guarded(drawn, self.eval_tasks)
+
+
+def plan_run(ask: Ask, report: Report) -> RunPlan:
+    """Check everything, make or open the run folder, and save the settings.
+
+    Raises the error of the first thing that cannot be: settings, rewards, rows, model or run folder.
+    """
+    refused: dict[str, str] = {}
+    if ask.eval_dataset is None:
+        refused = dict.fromkeys(_OF_EVALUATION, "there is no eval_dataset")
+    settings = make_settings(ask.given, refused=refused)
+    name = app_name(ask.app)
+    binder = Binder(ask.app)
+    rewards = plan_rewards(ask.reward, ask.app)
+    tasks = read_tasks(ask.dataset)
+    eval_tasks = [] if ask.eval_dataset is None else fixed_tasks(ask.eval_dataset, "eval_dataset")
+    steps = _steps(tasks, settings, ask.given)
+    _check_rows(tasks, eval_tasks, binder, rewards)
+    model = resolve_model(ask.model, say=report.note)
+    memory = require_memory(model_shape(model), settings, available=free_memory())
+    resume = Path(ask.resume) if isinstance(ask.resume, (str, Path)) else bool(ask.resume)
+    run_dir = new_run_dir(Path(ask.output_dir) if ask.output_dir is not None else None, name=name, resume=resume)
+    fingerprint = _fingerprint(tasks, settings, model)
+    found = Checkpoints(run_dir, settings.keep).latest() if resume else None
+    if found is not None:
+        require_same(found[0].fingerprint, fingerprint)
+    state = State(steps=steps, fingerprint=fingerprint) if found is None else msgspec.structs.replace(found[0], steps=steps)
+    facts = _facts(ask, name, tasks, eval_tasks, rewards, model, run_dir, state, memory.total)
+    plan = RunPlan(
+        name=name,
+        settings=settings,
+        tasks=tasks,
+        eval_tasks=eval_tasks,
+        rewards=rewards,
+        model=model,
+        run_dir=run_dir,
+        state=state,
+        checkpoint=None if found is None else found[1],
+        facts=facts,
+        rows=table(settings, ask.given),
+    )
+    _say(plan, binder, report)
+    write_json(run_dir / SETTINGS_FILE, {"facts": facts, "settings": settings, "given": sorted(ask.given), "versions": _versions()})
+    return plan
+
+
+def fixed_tasks(dataset: Any, name: str) -> list[Task]:
+    """All tasks of a data set that must have an end. Raises ``DatasetError`` where it has too many rows to be one."""
+    tasks = read_tasks(dataset, name=name)
+    if isinstance(tasks, FixedTasks):
+        return tasks.tasks
+    drawn = [task for batch in islice(tasks.batches(1000), _MOST_EVALUATION_ROWS // 1000 + 1) for task in batch]
+    if len(drawn) > _MOST_EVALUATION_ROWS:
+        raise DatasetError(f"{name}: got more than {_MOST_EVALUATION_ROWS} rows from an iterable; expected a fixed number: give a list")
+    return list({task.id: task for task in drawn}.values())
+
+
+def guarded(batches: Iterator[list[Task]], eval_tasks: Iterable[Task]) -> Iterator[list[Task]]:
+    """The batches; raises ``DatasetError`` at the first that holds a row of the evaluation."""
+    held_out = list(eval_tasks)
+    for batch in batches:
+        require_disjoint(held_out, batch)
+        yield batch
+
+
+def require_arguments(tasks: Iterable[Task], binder: Binder, rewards: RewardPlan) -> None:
+    """Raises where a row does not fill the app's parameters, or the first one not those of a reward."""
+    for number, task in enumerate(tasks):
+        binder.bind(task.row)
+        if number == 0:
+            for function in rewards.functions:
+                function.arguments(output=None, row=task.row, episode=None, error=None)
+
+
+def _check_rows(tasks: FixedTasks | StreamedTasks, eval_tasks: list[Task], binder: Binder, rewards: RewardPlan) -> None:
+    known = tasks.tasks if isinstance(tasks, FixedTasks) else [tasks.first]
+    require_disjoint(known, eval_tasks)
+    require_arguments(known, binder, rewards)
+    require_arguments(eval_tasks, binder, rewards)
+
+
+def _steps(tasks: FixedTasks | StreamedTasks, settings: Settings, given: Mapping[str, Any]) -> int | None:
+    if settings.steps is not None:
+        return settings.steps
+    if isinstance(tasks, FixedTasks):
+        assert settings.epochs is not None
+        steps = tasks.steps(settings.epochs, settings.batch_tasks)
+    else:
+        if "epochs" in given:
+            raise SettingError("epochs cannot be counted over an iterable, which is drawn once; give steps, or a list")
+        steps = None
+    if settings.schedule != "constant":
+        if steps is None:
+            raise SettingError(
+                f"schedule={settings.schedule!r} needs a known number of steps, and the rows come from an iterable; give steps"
+            )
+        if settings.warmup_steps >= steps:
+            raise SettingError(
+                f"warmup_steps={settings.warmup_steps} leaves no step for the {settings.schedule} schedule: there are {steps}"
+            )
+    return steps
+
+
+def _fingerprint(tasks: FixedTasks | StreamedTasks, settings: Settings, model: Path) -> dict[str, Any]:
+    if isinstance(tasks, FixedTasks):
+        rows = hashlib.sha256(" ".join(task.id for task in tasks.tasks).encode()).hexdigest()[:16]
+    else:
+        rows = f"an iterable from {tasks.first.id}"
+    names = ("seed", "batch_tasks", "group_size", "shuffle", "algorithm", "sample_mode")
+    return {"rows": rows, "model": str(model)} | {name: getattr(settings, name) for name in names}
+
+
+def _facts(
+    ask: Ask,
+    name: str,
+    tasks: FixedTasks | StreamedTasks,
+    eval_tasks: list[Task],
+    rewards: RewardPlan,
+    model: Path,
+    run_dir: Path,
+    state: State,
+    memory: int,
+) -> dict[str, str]:
+    rows = f"{len(tasks)} rows" if isinstance(tasks, FixedTasks) else "an iterable, drawn as it is needed"
+    chosen = f"{model} (the embedded default, {DEFAULT_MODEL}, because model is None)" if ask.model is None else str(model)
+    return {
+        "app": name,
+        "dataset": rows,
+        "eval_dataset": f"{len(eval_tasks)} rows" if eval_tasks else "none",
+        "reward": rewards.source,
+        "model": chosen,
+        "steps in all": str(state.steps) if state.steps is not None else "until the rows run out",
+        "memory": f"{memory / 2**30:.1f} GiB at most, by estimate",
+        "run folder": str(run_dir),
+    }
+
+
+def _say(plan: RunPlan, binder: Binder, report: Report) -> None:
+    report.settings(plan.rows, plan.facts)
+    if plan.checkpoint is not None:
+        report.note(f"continuing after step {plan.state.step}")
+    first = plan.tasks.tasks[0] if isinstance(plan.tasks, FixedTasks) else plan.tasks.first
+    unused = binder.unused(first.row)
+    if unused:
+        report.note(f"columns that the app is not given (rewards may use them): {', '.join(unused)}")
+    if plan.tasks.duplicates:
+        report.warn(f"{plan.tasks.duplicates} rows equal an earlier one and are left out: equal rows are one task")
+    if isinstance(plan.tasks, FixedTasks) and len(plan.tasks) < plan.settings.batch_tasks:
+        report.warn(f"batch_tasks is {plan.settings.batch_tasks}, and there are {len(plan.tasks)} rows: each batch has them all")
+    if plan.settings.group_size == 1 and plan.settings.algorithm in ("grpo", "rloo"):
+        report.warn(f"group_size=1 gives {plan.settings.algorithm} nothing to compare: every advantage is 0")
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found

@@ -1,0 +1,102 @@
+"""A run's plan in, a running engine and server out, both started at once; closed together, whatever happens.
+
+Each is a child process that we own; a start that fails closes the other one, and so does a stop while they start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from rllm_trainer.config import Settings
+from rllm_trainer.engine.base import Engine
+from rllm_trainer.rollout.runner import RunInterrupted
+from rllm_trainer.serving.base import Server
+
+__all__ = ["running", "serving", "start_engine", "start_server"]
+
+_POLL = 0.2
+_STARTS_WITHIN = 300.0
+"""Seconds after which a start that nobody waits for has failed by its own deadline."""
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=_Closable)
+
+
+@contextmanager
+def running(settings: Settings, model: Path, run_dir: Path, stop: threading.Event) -> Generator[tuple[Engine, Server]]:
+    """Both, started side by side. Raises what a start raised; ``RunInterrupted`` where the stop event was set meanwhile."""
+    engine = _started("engine", lambda: start_engine(settings, model, run_dir))
+    server = _started("server", lambda: start_server(settings, model, run_dir))
+    try:
+        _wait([engine, server], stop)
+        if server.done():
+            server.result()
+        yield engine.result(), server.result()
+    finally:
+        _close(server)
+        _close(engine)
+
+
+@contextmanager
+def serving(settings: Settings, model: Path, run_dir: Path, stop: threading.Event) -> Generator[Server]:
+    """A server alone."""
+    server = _started("server", lambda: start_server(settings, model, run_dir))
+    try:
+        _wait([server], stop)
+        yield server.result()
+    finally:
+        _close(server)
+
+
+def start_engine(settings: Settings, model: Path, run_dir: Path) -> Engine:
+    """What updates the weights."""
+    from rllm_trainer.engine.verl import VerlEngine
+
+    return VerlEngine.start(model, settings, run_dir)
+
+
+def start_server(settings: Settings, model: Path, run_dir: Path) -> Server:
+    """What serves the policy."""
+    from rllm_trainer.serving.local import LocalServer
+
+    return LocalServer.start(model, run_dir=run_dir, max_model_len=settings.max_model_len, threads=settings.threads, port=settings.port)
+
+
+def _started(name: str, start: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(start())
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=f"rllm-start-{name}", daemon=True).start()
+    return future
+
+
+def _wait(starting: Sequence[Future[Any]], stop: threading.Event) -> None:
+    """Until all are up, one has failed, or the run is stopped."""
+    pause = threading.Event()
+    while not all(future.done() for future in starting):
+        if stop.is_set():
+            raise RunInterrupted
+        if any(future.done() and future.exception() is not None for future in starting):
+            return
+        pause.wait(_POLL)
+
+
+def _close(future: Future[T]) -> None:
+    """Close what was started, also where it is still starting: nothing is left behind."""
+    with contextlib.suppress(Exception):
+        future.result(timeout=_STARTS_WITHIN).close()
