@@ -1,9 +1,9 @@
 """The patch of the ``openai`` package: every model call of a client made inside a workflow becomes one ``ClientCall``.
 
-Three methods of the two concrete classes ``OpenAI`` and ``AsyncOpenAI`` are wrapped: ``request`` (one call of the app, the SDK's own
-retries inside it), ``_prepare_request`` (each request that goes out) and ``_process_response`` (the answer before it is parsed). Every
-call shape passes through them: raw and streaming responses, ``parse``, the ``stream`` helper, ``client.post``, Azure, sub-classes,
-clients made before. A wrapper is never taken off while another one sits on top of it; without a workflow it only calls on.
+Four methods of the two concrete classes ``OpenAI`` and ``AsyncOpenAI`` are wrapped: ``request`` (one call of the app, the SDK's own
+retries inside it), ``_prepare_request`` and ``_send_request`` (each request that goes out) and ``_process_response`` (the answer before
+it is parsed). Every call shape passes through them: raw and streaming responses, ``parse``, the ``stream`` helper, ``client.post``, Azure,
+sub-classes, clients made before. A wrapper is never taken off while another sits on top of it; without a workflow it only calls on.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rllm_trace._context import current
 from rllm_trace._guard import guard
 from rllm_trace.clients._call import ClientCall, Destination
 from rllm_trace.clients._decode import Operation, Reply
+from rllm_trace.clients._direct import async_sender, sender
 from rllm_trace.routing import kept_header
 
 __all__ = ["ensure", "install", "uninstall"]
@@ -32,7 +33,8 @@ _PATHS: Final[tuple[tuple[str, Operation], ...]] = (
     ("/completions", "text_completion"),
     ("/responses", "responses"),
 )
-_METHODS: Final = ("request", "_prepare_request", "_process_response")
+_METHODS: Final = ("request", "_prepare_request", "_process_response", "_send_request")
+"""Old releases have no ``_send_request``; a redirected call then goes out with what the app put on its HTTP client."""
 _FOREIGN: Final = ("api-key", "x-api-key", "OpenAI-Organization", "OpenAI-Project", "Cookie")
 _ACCEPT_ENCODING: Final = "Accept-Encoding"
 
@@ -59,14 +61,14 @@ def install() -> bool:
         _State.classes = (openai.OpenAI, openai.AsyncOpenAI)
         for cls in _State.classes:
             for name in _METHODS:
-                if not _is_reachable(cls, name):
+                if hasattr(cls, name) and not _is_reachable(cls, name):
                     _wrap(cls, name, is_async=cls is openai.AsyncOpenAI)
     return True
 
 
 def ensure() -> None:
     """Called at each start of a workflow: a few attribute reads while all wrappers are where they were put."""
-    if _State.active and all(_is_reachable(cls, name) for cls in _State.classes for name in _METHODS):
+    if _State.active and all(_is_reachable(cls, name) for cls in _State.classes for name in _METHODS if hasattr(cls, name)):
         return
     install()
 
@@ -180,8 +182,32 @@ def _async_process_response(original: Callable[..., Any]) -> Callable[..., Any]:
     return _process_response
 
 
-_SYNC: Final = dict(zip(_METHODS, (_request, _prepare_request, _process_response), strict=True))
-_ASYNC: Final = dict(zip(_METHODS, (_async_request, _async_prepare_request, _async_process_response), strict=True))
+def _send_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _send_request(self: Any, request: Any, **kwargs: Any) -> Any:
+        if not _is_redirected(self):
+            return original(self, request, **kwargs)
+        kwargs["auth"] = None
+        http = sender(self._client, request)
+        return original(self, request, **kwargs) if http is self._client else http.send(request, **kwargs)
+
+    return _send_request
+
+
+def _async_send_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def _send_request(self: Any, request: Any, **kwargs: Any) -> Any:
+        if not _is_redirected(self):
+            return await original(self, request, **kwargs)
+        kwargs["auth"] = None
+        http = async_sender(self._client, request)
+        return await (original(self, request, **kwargs) if http is self._client else http.send(request, **kwargs))
+
+    return _send_request
+
+
+_SYNC: Final = dict(zip(_METHODS, (_request, _prepare_request, _process_response, _send_request), strict=True))
+_ASYNC: Final = dict(
+    zip(_METHODS, (_async_request, _async_prepare_request, _async_process_response, _async_send_request), strict=True)
+)
 
 
 # what the wrappers do
@@ -326,6 +352,11 @@ def _goes_out(client: Any, request: Any) -> None:
             request.url = request.url.copy_with(query=None)
     with guard("client"):
         call.sent(request)
+
+
+def _is_redirected(client: Any) -> bool:
+    call = _call.get()
+    return call is not None and call.client is client and call.endpoint is not None
 
 
 def _comes_back(client: Any, kwargs: Mapping[str, Any], *, is_async: bool) -> None:

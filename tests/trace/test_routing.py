@@ -122,6 +122,49 @@ def test_an_azure_client_is_redirected_without_its_key(policy: ScriptedServer, r
     assert (call.exact, call.requested_model) == (True, "gpt-4o-mini")
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("what", ["auth", "hooks", "proxy", "environment"])
+def test_what_the_app_put_on_its_http_client_stays_at_home(
+    what: str, is_async: bool, policy: ScriptedServer, recording: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Credentials, signing hooks and proxies of the app's own HTTP client do not touch a call to the policy on this machine."""
+
+    def sign(request: Any) -> None:
+        request.headers["x-signature"] = "sk-signed"
+
+    async def sign_async(request: Any) -> None:
+        sign(request)
+
+    if what == "environment":
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        monkeypatch.delenv("no_proxy", raising=False)
+    options: Any = {
+        "auth": {"auth": ("user", "sk-password")},
+        "hooks": {"event_hooks": {"request": [sign_async if is_async else sign]}},
+        "proxy": {"proxy": "http://127.0.0.1:9"},
+        "environment": {},
+    }[what]
+
+    async def go() -> None:
+        http = openai.DefaultAsyncHttpxClient(verify=False, **options)
+        async with openai.AsyncOpenAI(base_url=NOWHERE, api_key="sk-foreign", max_retries=0, http_client=http) as client:
+            await client.chat.completions.create(**CREATE)
+
+    def app() -> None:
+        if is_async:
+            asyncio.run(go())
+            return
+        http = openai.DefaultHttpxClient(verify=False, **options)
+        with openai.OpenAI(base_url=NOWHERE, api_key="sk-foreign", max_retries=0, http_client=http) as client:
+            client.chat.completions.create(**CREATE)
+
+    call = recording.call(app, route=route_to(policy))
+    assert recording.error is None
+    assert policy.log[0].headers["authorization"] == "Bearer policy-key"
+    assert "sk-" not in json.dumps(policy.log[0].headers)
+    assert (call.exact, call.attempts) == (True, 1)
+
+
 def test_an_asynchronous_client_is_redirected(policy: ScriptedServer, recording: Any) -> None:
     """The same for ``AsyncOpenAI`` and for legacy completions."""
 
