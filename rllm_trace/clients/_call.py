@@ -391,14 +391,17 @@ class _Stream:
 
     def end(self, error: BaseException | None, exhausted: bool) -> None:
         events = self._events
-        if events is None and self._is_events:
-            events = self._call.events()
-            events.feed(self._body())
-            events.flush()
-        if events is not None:
-            self._call.stream_over(events.reply(), events.done, error, exhausted=exhausted)
-        else:
-            self._call.stream_over(Reply(), False, error, exhausted=exhausted)
+        try:
+            if events is None and self._is_events:
+                events = self._call.events()
+                events.feed(self._body())
+                events.flush()
+            if events is not None:
+                self._call.stream_over(events.reply(), events.done, error, exhausted=exhausted)
+            else:
+                self._call.stream_over(Reply(), False, error, exhausted=exhausted)
+        finally:
+            self._call.finish(Reply())
 
     def _body(self) -> bytes:
         raw = b"".join(self._pieces)

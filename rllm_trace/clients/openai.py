@@ -364,3 +364,5 @@ def _comes_back(client: Any, kwargs: Mapping[str, Any], *, is_async: bool) -> No
     if call is not None and call.client is client and "response" in kwargs:
         with guard("client"):
             call.answered(kwargs["response"], int(kwargs.get("retries_taken") or 0), is_async=is_async)
+            return
+        call.finish(Reply())
