@@ -1,6 +1,7 @@
 """Trains the model that an app calls: ``from rllm_trainer import fit``.
 
-Importing loads no torch, ray, verl or vllm; each name is resolved when it is first used.
+Importing loads no torch, ray, verl or vllm; each name is resolved when it is first used. A function's module has a name of its own
+(``_fit``), so that importing the module never hides the function.
 """
 
 from __future__ import annotations
@@ -9,22 +10,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rllm_trainer.evaluate import EvaluateResult, evaluate
+    from rllm_trainer._evaluate import EvaluateResult, evaluate
+    from rllm_trainer._fit import FitResult, fit
     from rllm_trainer.evaluation import Evaluation, Rise, Scores
     from rllm_trainer.exceptions import TrainerError
-    from rllm_trainer.fit import FitResult, fit
 
 __all__ = ["EvaluateResult", "Evaluation", "FitResult", "Rise", "Scores", "TrainerError", "evaluate", "fit"]
 
 _HOMES = {
-    "EvaluateResult": "rllm_trainer.evaluate",
+    "EvaluateResult": "rllm_trainer._evaluate",
     "Evaluation": "rllm_trainer.evaluation",
-    "FitResult": "rllm_trainer.fit",
+    "FitResult": "rllm_trainer._fit",
     "Rise": "rllm_trainer.evaluation",
     "Scores": "rllm_trainer.evaluation",
     "TrainerError": "rllm_trainer.exceptions",
-    "evaluate": "rllm_trainer.evaluate",
-    "fit": "rllm_trainer.fit",
+    "evaluate": "rllm_trainer._evaluate",
+    "fit": "rllm_trainer._fit",
 }
 
 

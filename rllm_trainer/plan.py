@@ -24,8 +24,9 @@ from rllm_trainer.report import Report
 from rllm_trainer.rollout.arguments import Binder, app_name
 from rllm_trainer.rollout.dataset import FixedTasks, StreamedTasks, Task, read_tasks, require_disjoint
 from rllm_trainer.rollout.rewards import RewardPlan, plan_rewards
+from rllm_trainer.rollout.runner import Limits
 
-__all__ = ["Ask", "RunPlan", "fixed_tasks", "guarded", "plan_run", "require_arguments"]
+__all__ = ["Ask", "RunPlan", "fixed_tasks", "guarded", "limits_of", "plan_run", "require_arguments"]
 
 _PACKAGES = ("rllm-trace", "verl", "torch", "transformers", "openai")
 _OF_EVALUATION = ("eval_every", "eval_n", "eval_greedy")
@@ -117,6 +118,18 @@ def plan_run(ask: Ask, report: Report) -> RunPlan:
     _say(plan, binder, report)
     write_json(run_dir / SETTINGS_FILE, {"facts": facts, "settings": settings, "given": sorted(ask.given), "versions": _versions()})
     return plan
+
+
+def limits_of(settings: Settings) -> Limits:
+    """What of the settings is the runner's."""
+    return Limits(
+        concurrency=settings.concurrency,
+        rollout_timeout=settings.rollout_timeout,
+        batch_timeout=settings.batch_timeout,
+        retries=settings.retries,
+        quorum=settings.quorum,
+        quorum_grace=settings.quorum_grace,
+    )
 
 
 def fixed_tasks(dataset: Any, name: str) -> list[Task]:

@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from rllm_trace.routing import CallSites, Route
 from rllm_trainer.config import Settings
 from rllm_trainer.engine.base import Engine
 from rllm_trainer.rollout.runner import RunInterrupted
 from rllm_trainer.serving.base import Server
 
-__all__ = ["running", "serving", "start_engine", "start_server"]
+__all__ = ["route_to", "running", "serving", "start_engine", "start_server"]
 
 _POLL = 0.2
 _STARTS_WITHIN = 300.0
@@ -70,6 +71,20 @@ def start_server(settings: Settings, model: Path, run_dir: Path) -> Server:
     from rllm_trainer.serving.local import LocalServer
 
     return LocalServer.start(model, run_dir=run_dir, max_model_len=settings.max_model_len, threads=settings.threads, port=settings.port)
+
+
+def route_to(server: Server, settings: Settings, sites: CallSites | None) -> Route:
+    """Where the app's calls go."""
+    return Route(
+        base_url=server.base_url,
+        api_key=server.api_key,
+        model=server.model,
+        replaces=frozenset(settings.replaces) if settings.replaces is not None else None,
+        sampling=settings.sampling or {},
+        constrained=settings.constrained,
+        call_timeout=settings.call_timeout,
+        sites=sites,
+    )
 
 
 def _started(name: str, start: Callable[[], T]) -> Future[T]:

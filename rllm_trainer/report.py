@@ -75,6 +75,10 @@ class Report:
         self.warnings.append(sentence)
         self._err.print(f"[yellow]warning:[/] {_plain(sentence)}")
 
+    def failed(self, sentence: str) -> None:
+        """What ended a command."""
+        self._err.print(f"[red]{_plain(sentence)}[/]")
+
     def routing(self, sites: Sequence[CallSite]) -> None:
         """Which model name goes where, and whether it is trained."""
         if not self._progress:

@@ -96,7 +96,7 @@ def plan_rewards(reward: Callable[..., Any] | Iterable[Callable[..., Any]] | Non
         functions = [RewardFunction(f) for f in given]
         _require_distinct(functions)
         names = ", ".join(f.name for f in functions)
-        source = f"rewards: {names}, called after the app" if functions else "rewards: only those that the app gives while it runs"
+        source = f"{names}, called after the app" if functions else "only those that the app gives while it runs"
         return RewardPlan(functions=functions, only_if_none=False, source=source)
     module = _module_of(app)
     found = _decorated(module)
@@ -107,10 +107,10 @@ def plan_rewards(reward: Callable[..., Any] | Iterable[Callable[..., Any]] | Non
         return RewardPlan(
             functions=functions,
             only_if_none=True,
-            source=f"rewards: those that the app gives while it runs, else {names} of {module.__name__}, called after it",
+            source=f"those that the app gives while it runs, else {names} of {module.__name__}, called after it",
         )
     if _gives_rewards(module):
-        return RewardPlan(functions=[], only_if_none=True, source="rewards: only those that the app gives while it runs")
+        return RewardPlan(functions=[], only_if_none=True, source="only those that the app gives while it runs")
     raise RewardError(
         f"no reward: {app_name(app)} was given none, and its module {module.__name__} has no function decorated with @rllm.reward; "
         "pass reward=, decorate a function of that module, or pass reward=[] if the app gives rewards from elsewhere while it runs"

@@ -150,7 +150,7 @@ def test_rewards_of_the_apps_module_are_found():
     module = module_with("@reward(name='right', weight=3.0)\ndef f(output): return 1\n@workflow\ndef app(x): ...\ndef g(output): return 0")
     plan = plan_rewards(None, module.app)
     assert [(f.name, f.weight) for f in plan.functions] == [("right", 3.0)]
-    assert plan.source == "rewards: those that the app gives while it runs, else right of an_app_of_a_test, called after it"
+    assert plan.source == "those that the app gives while it runs, else right of an_app_of_a_test, called after it"
     assert plan.due(episode([Reward(name="other", value=1)]), None) == []
 
 
@@ -167,7 +167,7 @@ def test_an_app_that_gives_rewards_itself():
     for source in ("def app(x):\n  add_reward(1.0)", "class A:\n  @reward\n  def score(self): return 1\ndef app(x): A().score()"):
         plan = plan_rewards(None, module_with(source).app)
         assert plan.functions == []
-        assert plan.source == "rewards: only those that the app gives while it runs"
+        assert plan.source == "only those that the app gives while it runs"
 
 
 def test_no_reward_anywhere_is_an_error():

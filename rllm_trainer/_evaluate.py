@@ -15,11 +15,10 @@ import msgspec
 from rllm_trainer.checkpoint import SETTINGS_FILE, new_run_dir, owned, write_json
 from rllm_trainer.config import Settings, SettingsKw, make_settings, table
 from rllm_trainer.evaluation import Evaluation, Evaluator
-from rllm_trainer.fit import limits_of, route_to
 from rllm_trainer.interrupts import interruptible
 from rllm_trainer.models import resolve_model
-from rllm_trainer.plan import fixed_tasks, require_arguments
-from rllm_trainer.processes import serving
+from rllm_trainer.plan import fixed_tasks, limits_of, require_arguments
+from rllm_trainer.processes import route_to, serving
 from rllm_trainer.report import Report
 from rllm_trainer.rollout.arguments import app_name
 from rllm_trainer.rollout.record import RolloutLog

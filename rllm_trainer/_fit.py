@@ -14,26 +14,26 @@ from typing import Any, Literal, Unpack
 
 import msgspec
 
-from rllm_trace.routing import CallSites, Route
+from rllm_trace.routing import CallSites
 from rllm_trainer.checkpoint import Checkpoints, export_model, owned, write_json
-from rllm_trainer.config import Settings, SettingsKw
+from rllm_trainer.config import SettingsKw
 from rllm_trainer.evaluation import Evaluation, Evaluator, Rise, rise_of
 from rllm_trainer.exceptions import ServerError
 from rllm_trainer.interrupts import interruptible
 from rllm_trainer.loop import Loop, Parts
 from rllm_trainer.measures import evaluation_measures
 from rllm_trainer.metrics import Line, MetricsLog
-from rllm_trainer.plan import Ask, RunPlan, plan_run
+from rllm_trainer.plan import Ask, RunPlan, limits_of, plan_run
 from rllm_trainer.plots import draw_reward_curve
-from rllm_trainer.processes import running
+from rllm_trainer.processes import route_to, running
 from rllm_trainer.report import Report
 from rllm_trainer.rollout.record import RolloutLog, read_rollouts
-from rllm_trainer.rollout.runner import Limits, RunInterrupted, Runner
+from rllm_trainer.rollout.runner import RunInterrupted, Runner
 from rllm_trainer.rollout.source import LiveSource
 from rllm_trainer.serving.base import Server
 from rllm_trainer.template import template_breaks, tokenize_with
 
-__all__ = ["FitResult", "fit", "limits_of", "route_to"]
+__all__ = ["FitResult", "fit"]
 
 BEFORE_FILE = "before.json"
 RESULT_FILE = "result.json"
@@ -127,32 +127,6 @@ _DEFAULTS: dict[str, Any] = {
     "serving": "auto",
     "engine": "auto",
 }
-
-
-def limits_of(settings: Settings) -> Limits:
-    """What of the settings is the runner's."""
-    return Limits(
-        concurrency=settings.concurrency,
-        rollout_timeout=settings.rollout_timeout,
-        batch_timeout=settings.batch_timeout,
-        retries=settings.retries,
-        quorum=settings.quorum,
-        quorum_grace=settings.quorum_grace,
-    )
-
-
-def route_to(server: Server, settings: Settings, sites: CallSites | None) -> Route:
-    """Where the app's calls go."""
-    return Route(
-        base_url=server.base_url,
-        api_key=server.api_key,
-        model=server.model,
-        replaces=frozenset(settings.replaces) if settings.replaces is not None else None,
-        sampling=settings.sampling or {},
-        constrained=settings.constrained,
-        call_timeout=settings.call_timeout,
-        sites=sites,
-    )
 
 
 def _run(ask: Ask, plan: RunPlan, report: Report, stop: threading.Event) -> FitResult:
