@@ -39,6 +39,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from rllm_trainer.exceptions import TrainerError
+
 __all__ = ["Child", "ChildDied", "ChildError", "child_config", "serve", "to_array"]
 
 Handler = Callable[[dict[str, Any]], Mapping[str, Any] | None]
@@ -52,11 +54,11 @@ _PR_SET_PDEATHSIG = 1
 _MAX_WAITING_CALLS = 64
 
 
-class ChildDied(RuntimeError):
+class ChildDied(TrainerError, RuntimeError):
     """A process of ours has ended (or was never up); the message carries its exit code and last log lines."""
 
 
-class ChildError(RuntimeError):
+class ChildError(TrainerError, RuntimeError):
     """A call raised inside the child, which goes on; the message is the exception's, ``remote_type`` its class name."""
 
     def __init__(self, message: str, remote_type: str = "Exception", remote_traceback: str = "") -> None:

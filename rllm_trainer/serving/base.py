@@ -10,7 +10,7 @@ import msgspec
 from rllm_trainer.engine.base import WeightsFile
 from rllm_trainer.types import Float32, Int32
 
-__all__ = ["Capabilities", "Server", "SwapReport"]
+__all__ = ["Capabilities", "Probe", "Server", "SwapReport"]
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +25,24 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     per_token_versions: bool
     token_prompts: bool
     """Takes token ids as a prompt (for exact continuation and probes)."""
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """Fixed tokens on which the trainer's old and new weights differ: what a swap is proven with."""
+
+    rows: list[Int32]
+    """Each (T)."""
+    old: list[Float32]
+    """The trainer's logprob of each token under the weights before the swap, (T) with NaN first."""
+    new: list[Float32]
+    """Under the weights after it, (T) with NaN first."""
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        lengths = [len(row) for row in self.rows]
+        for name in ("old", "new"):
+            if [len(values) for values in getattr(self, name)] != lengths:
+                raise AssertionError(f"{name} has rows of {[len(v) for v in getattr(self, name)]} tokens, rows {lengths}")
 
 
 class SwapReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,8 +77,11 @@ class Server(Protocol):
     @property
     def version(self) -> int: ...
 
-    def swap(self, weights: WeightsFile) -> SwapReport:
-        """Load, clear caches of old weights, resume; requests in flight are kept. Raises with the old weights still served."""
+    def swap(self, weights: WeightsFile, *, probe: Probe | None = None) -> SwapReport:
+        """Load, clear caches of old weights, resume; requests in flight are kept. Raises with the old weights still served.
+
+        ``probe``: prove it by logprobs where the change is large enough to tell; else, and without a probe, by digest.
+        """
         ...
 
     def prompt_logprobs(self, rows: Sequence[Int32], *, temperature: float = 1.0) -> list[Float32]:

@@ -1,0 +1,67 @@
+"""A model folder in, a runner and a way to load later weights out: our own forward where it knows the family, else transformers'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from rllm_trainer.serving._local.runner import NativeRunner, Runner
+from rllm_trainer.serving._local.spec import ModelSpec, read_config, read_spec
+from rllm_trainer.serving._local.weights import Checkpoint, Weights, build, digest, merged_with_adapter
+
+__all__ = ["Loader", "NativeLoader", "open_model"]
+
+
+class Loader(Protocol):
+    """Makes sets of weights for one model; nothing that is served changes here."""
+
+    vocab: int
+    max_positions: int
+    kv_bytes_per_token: int
+    served: Any
+
+    def load(self, path: Path, *, lora: bool) -> Any:
+        """A complete set of weights from a file or folder. Raises ``WeightsError``."""
+        ...
+
+    def digest(self, weights: Any) -> str:
+        """What a set of weights hashes to, read back from the buffers that are multiplied."""
+        ...
+
+    def runner(self, *, kv_tokens: int, max_len: int, max_rows: int) -> Runner:
+        """A runner over the weights that the folder holds."""
+        ...
+
+
+class NativeLoader:
+    """Models that ``model.py`` computes."""
+
+    def __init__(self, folder: Path, spec: ModelSpec) -> None:
+        self.vocab = spec.vocab
+        self.max_positions = spec.max_positions
+        self.kv_bytes_per_token = spec.kv_bytes_per_token
+        self._spec = spec
+        self._base = Checkpoint(folder)
+        self.served: Weights = build(spec, self._base)
+
+    def load(self, path: Path, *, lora: bool) -> Weights:
+        given = Checkpoint(path)
+        if lora:
+            return build(self._spec, self._base, merged_with_adapter(self._spec, self._base, given))
+        return build(self._spec, given)
+
+    def digest(self, weights: Weights) -> str:
+        return digest(weights)
+
+    def runner(self, *, kv_tokens: int, max_len: int, max_rows: int) -> Runner:
+        return NativeRunner(self.served, kv_tokens=kv_tokens, max_len=max_len, max_rows=max_rows)
+
+
+def open_model(folder: Path) -> Loader:
+    """Raises ``ValueError`` where the folder holds no model that can be served."""
+    spec = read_spec(read_config(folder))
+    if spec is not None:
+        return NativeLoader(folder, spec)
+    from rllm_trainer.serving._local.fallback import FallbackLoader
+
+    return FallbackLoader(folder)

@@ -1,0 +1,133 @@
+"""The server's process: config in over the inherited socket, a listening port out. Nothing else is in here but the order of starting.
+
+The scheduler steps the model in a thread, the web server's loop runs in another, and the main thread answers the parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rllm_trainer._child import child_config, serve
+
+__all__ = ["LocalConfig", "main"]
+
+_LOOPBACK = "127.0.0.1"
+_SWITCH_INTERVAL = 0.0005
+"""Seconds after which a thread gives way: the stepping thread comes back from every call into torch and should not wait 5 ms."""
+
+
+class LocalConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``LocalServer.start`` sends."""
+
+    model_path: str
+    name: str
+    api_key: str
+    version: int
+    port: int
+    threads: int
+    max_model_len: int | None
+    kv_bytes: int
+    max_rows: int
+    max_waiting: int
+    chat_template: str | None
+
+
+def main() -> None:
+    config = msgspec.convert(child_config(), LocalConfig)
+    sys.setswitchinterval(_SWITCH_INTERVAL)
+    try:
+        listening = _listen(config.port)
+        ready = _start(config, listening)
+    except (ValueError, OSError) as error:
+        ready = {"failed": str(error)}
+    serve({}, ready=ready)
+
+
+def _listen(port: int) -> socket.socket:
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((_LOOPBACK, port))
+        sock.listen(1024)
+    except OSError as error:
+        sock.close()
+        raise ValueError(f"got port {port}, which is in use on {_LOOPBACK}; choose another, or port=0 for a free one") from error
+    return sock
+
+
+def _start(config: LocalConfig, listening: socket.socket) -> dict[str, Any]:
+    import torch
+
+    from rllm_trainer.serving._local.app import Service, deliver_to
+    from rllm_trainer.serving._local.loader import open_model
+    from rllm_trainer.serving._local.requests import Intake
+    from rllm_trainer.serving._local.scheduler import Scheduler
+    from rllm_trainer.serving._local.spec import eos_token_ids, read_config
+
+    torch.set_num_threads(config.threads)
+    folder = Path(config.model_path)
+    loader = open_model(folder)
+    max_len = min(config.max_model_len or loader.max_positions, loader.max_positions)
+    kv_tokens = config.kv_bytes // loader.kv_bytes_per_token
+    runner = loader.runner(kv_tokens=kv_tokens, max_len=max_len, max_rows=config.max_rows)
+    if not runner.fits(max_len):
+        need = 2 * max_len * loader.kv_bytes_per_token
+        raise ValueError(
+            f"got kv_bytes {config.kv_bytes}, too little for one sequence of max_model_len {max_len} tokens; "
+            f"expected at least {need}, or a smaller max_model_len"
+        )
+    intake = Intake(
+        folder,
+        name=config.name,
+        vocab=loader.vocab,
+        eos=eos_token_ids(folder, read_config(folder)),
+        max_len=max_len,
+        chat_template=config.chat_template,
+        fits=runner.fits,
+    )
+    loop = asyncio.new_event_loop()
+    scheduler = Scheduler(runner, version=config.version, max_waiting=config.max_waiting, deliver=deliver_to(loop))
+    service = Service(intake, loader, scheduler, api_key=config.api_key)
+    up = threading.Event()
+    threading.Thread(target=_or_die, args=(scheduler.run,), name="rllm-steps", daemon=True).start()
+    threading.Thread(target=_or_die, args=(lambda: _serve_http(loop, service, listening, up),), name="rllm-http", daemon=True).start()
+    up.wait()
+    return {"port": listening.getsockname()[1], "max_model_len": max_len, "kv_tokens": kv_tokens, "vocab": loader.vocab}
+
+
+def _serve_http(loop: asyncio.AbstractEventLoop, service: Any, listening: socket.socket, up: threading.Event) -> None:
+    import uvicorn
+
+    from rllm_trainer.serving._local.app import make_app
+
+    asyncio.set_event_loop(loop)
+    options = uvicorn.Config(
+        make_app(service), log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=75, server_header=False
+    )
+    loop.call_soon(up.set)
+    loop.run_until_complete(uvicorn.Server(options).serve([listening]))
+
+
+def _or_die(run: Callable[[], None]) -> None:
+    """A server without one of its threads would only look alive."""
+    try:
+        run()
+    except BaseException:  # noqa: BLE001 - the process ends with it
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(70)
+
+
+if __name__ == "__main__":
+    main()

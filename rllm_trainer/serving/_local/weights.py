@@ -1,0 +1,277 @@
+"""Safetensors files in, one complete set of packed weights out, or an error that leaves everything as it was.
+
+``qkv`` and ``gate_up`` are fused. Rows of queries and keys are stored with the two halves of each rotary pair side by side, so that the
+rotation is one complex product; scores do not change, and ``named_tensors`` gives every tensor back under its Hugging Face name, bit for
+bit. A tied head is packed from the embedding of the same file, never kept from an earlier one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rllm_trainer._digest import DigestBuilder
+from rllm_trainer.serving._local.kernels import Linear, all_finite
+from rllm_trainer.serving._local.spec import ModelSpec
+
+__all__ = ["DTYPES", "Checkpoint", "Layer", "Weights", "WeightsError", "build", "check", "digest", "merged_with_adapter"]
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+"""Safetensors codes of the dtypes that weights may come in."""
+_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_BUFFERS = ("rotary_emb.inv_freq",)
+
+
+class WeightsError(ValueError):
+    """A file does not hold this model's weights; nothing was changed."""
+
+
+class Checkpoint:
+    """The tensors of one safetensors file, or of a folder's shards, mapped and not read."""
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+        if not files:
+            raise WeightsError(f"got {path}, which holds no safetensors file; expected model.safetensors or its shards")
+        self.path = path
+        self.metadata: dict[str, str] = {}
+        self._files: dict[str, Any] = {}
+        self.dtypes: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for file in files:
+            try:
+                opened: Any = safe_open(file, framework="pt", device="cpu")
+            except Exception as error:
+                raise WeightsError(f"got {file}, which is no readable safetensors file: {error}") from error
+            self.metadata.update(opened.metadata() or {})
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                part = opened.get_slice(name)
+                self._files[name] = opened
+                self.dtypes[name] = part.get_dtype()
+                self.shapes[name] = tuple(part.get_shape())
+
+    def get(self, name: str) -> Tensor:
+        """The tensor in the file's dtype; mapped, so valid while the file is not rewritten."""
+        return self._files[name].get_tensor(name)
+
+
+class Layer(msgspec.Struct, kw_only=True, eq=False):
+    """One decoder layer as ``model.py`` multiplies it."""
+
+    norm1: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Linear
+    norm2: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Weights(msgspec.Struct, kw_only=True, eq=False):
+    """All of a model's weights at one policy version, float32."""
+
+    spec: ModelSpec
+    embed: Tensor
+    layers: list[Layer]
+    norm: Tensor
+    head: Linear
+    dtypes: dict[str, str]
+    """Safetensors dtype of each tensor as it came; served values are float32."""
+
+
+def check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
+    """Raises ``WeightsError`` unless names, shapes and dtypes are this model's. Values are checked as they are read."""
+    want = spec.tensors()
+    have = checkpoint.shapes
+    missing = sorted(want.keys() - have.keys())
+    extra = sorted(n for n in have.keys() - want.keys() if not n.endswith(_BUFFERS) and not (spec.tied and n == _HEAD))
+    if missing or extra:
+        raise WeightsError(
+            f"got {checkpoint.path} with {len(have)} tensors: {len(missing)} missing {missing[:3]}, {len(extra)} unknown {extra[:3]}; "
+            f"expected the {len(want)} tensors of this {spec.family} model under their Hugging Face names"
+        )
+    for name, shape in want.items():
+        if have[name] != shape:
+            raise WeightsError(f"got {name} of shape {have[name]} in {checkpoint.path}; expected {shape}")
+    odd = sorted({code for name, code in checkpoint.dtypes.items() if name in want} - DTYPES.keys())
+    if odd:
+        raise WeightsError(f"got tensors of dtype {odd} in {checkpoint.path}; expected one of {sorted(DTYPES)}")
+    if spec.tied and _HEAD in have and not torch.equal(checkpoint.get(_HEAD), checkpoint.get(_EMBED)):
+        raise WeightsError(f"got {_HEAD} that differs from {_EMBED} in {checkpoint.path}, but this model ties them; send only {_EMBED}")
+
+
+def build(spec: ModelSpec, checkpoint: Checkpoint, get: Callable[[str], Tensor] | None = None) -> Weights:
+    """A new set of weights beside whatever is served. Raises ``WeightsError`` at a value that is not finite.
+
+    ``get`` overrides where tensors come from (a merged adapter); it returns float32.
+    """
+    check(spec, checkpoint)
+    source = get or checkpoint.get
+
+    def tensor(name: str) -> Tensor:
+        value = source(name).to(torch.float32)
+        if not all_finite(value):
+            raise WeightsError(f"got {name} with a value that is not finite in {checkpoint.path}; the weights before it stay served")
+        return value
+
+    def bias(names: list[str], present: bool) -> Tensor | None:
+        return torch.cat([tensor(n + ".bias") for n in names]) if present else None
+
+    with torch.inference_mode():
+        layers = [_layer(spec, f"model.layers.{index}.", tensor, bias) for index in range(spec.layers)]
+        embed = tensor(_EMBED)
+        return Weights(
+            spec=spec,
+            embed=embed.clone(),
+            layers=layers,
+            norm=tensor("model.norm.weight").clone(),
+            head=Linear(embed if spec.tied else tensor(_HEAD)),
+            dtypes={n: code for n, code in checkpoint.dtypes.items() if n == _HEAD or n in spec.tensors()},
+        )
+
+
+def _layer(spec: ModelSpec, p: str, tensor: Callable[[str], Tensor], bias: Callable[[list[str], bool], Tensor | None]) -> Layer:
+    qkv_names = [f"{p}self_attn.{name}_proj" for name in ("q", "k", "v")]
+    q, k, v = (tensor(n + ".weight") for n in qkv_names)
+    qkv_bias = bias(qkv_names, spec.qkv_bias)
+    if qkv_bias is not None:
+        at = [0, q.shape[0], q.shape[0] + k.shape[0]]
+        halves = [_paired(qkv_bias[at[0] : at[1]], spec.heads), _paired(qkv_bias[at[1] : at[2]], spec.kv_heads)]
+        qkv_bias = torch.cat([*halves, qkv_bias[at[2] :]])
+    gate_up_names = [f"{p}mlp.{name}_proj" for name in ("gate", "up")]
+
+    def norm(name: str) -> Tensor | None:
+        return _paired(tensor(f"{p}self_attn.{name}_norm.weight"), 1) if spec.qk_norm else None
+
+    return Layer(
+        norm1=tensor(p + "input_layernorm.weight").clone(),
+        qkv=Linear(torch.cat([_paired(q, spec.heads), _paired(k, spec.kv_heads), v]), qkv_bias),
+        q_norm=norm("q"),
+        k_norm=norm("k"),
+        o=Linear(tensor(p + "self_attn.o_proj.weight"), bias([p + "self_attn.o_proj"], spec.o_bias)),
+        norm2=tensor(p + "post_attention_layernorm.weight").clone(),
+        gate_up=Linear(torch.cat([tensor(n + ".weight") for n in gate_up_names]), bias(gate_up_names, spec.mlp_bias)),
+        down=Linear(tensor(p + "mlp.down_proj.weight"), bias([p + "mlp.down_proj"], spec.mlp_bias)),
+    )
+
+
+def _paired(rows: Tensor, heads: int) -> Tensor:
+    """Rows of each head from (first halves, second halves) to (first, second) pairs."""
+    return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _unpaired(rows: Tensor, heads: int) -> Tensor:
+    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def named_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that is being served, read back from the packed buffers, under its Hugging Face name; order of layers."""
+    spec = weights.spec
+    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    yield _EMBED, weights.embed
+    yield "model.norm.weight", weights.norm
+    yield _HEAD, weights.head.dense()
+    for index, layer in enumerate(weights.layers):
+        p = f"model.layers.{index}."
+        yield p + "input_layernorm.weight", layer.norm1
+        yield p + "post_attention_layernorm.weight", layer.norm2
+        for linear, names, sizes in (
+            (layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (q, kv, kv)),
+            (layer.o, ("self_attn.o_proj",), (spec.hidden,)),
+            (layer.gate_up, ("mlp.gate_proj", "mlp.up_proj"), (spec.intermediate, spec.intermediate)),
+            (layer.down, ("mlp.down_proj",), (spec.hidden,)),
+        ):
+            for kind, rows in (("weight", linear.dense()), ("bias", linear.bias)):
+                if rows is not None:
+                    at = 0
+                    for name, size in zip(names, sizes, strict=True):
+                        yield f"{p}{name}.{kind}", _restored(name, rows[at : at + size], spec)
+                        at += size
+        for name, norm in (("q", layer.q_norm), ("k", layer.k_norm)):
+            if norm is not None:
+                yield f"{p}self_attn.{name}_norm.weight", _unpaired(norm, 1)
+
+
+def _restored(name: str, rows: Tensor, spec: ModelSpec) -> Tensor:
+    heads = {"self_attn.q_proj": spec.heads, "self_attn.k_proj": spec.kv_heads}.get(name)
+    return rows if heads is None else _unpaired(rows, heads)
+
+
+def digest(weights: Weights) -> str:
+    """The digest of what is served, in the dtypes that it came in. A tied head is read back and must still be the embedding."""
+    builder = DigestBuilder()
+    with torch.inference_mode():
+        tensors = dict(named_tensors(weights))
+        head = tensors[_HEAD]
+        if weights.spec.tied and not torch.equal(head, weights.embed):
+            return "the packed head is not the embedding that it is tied to"
+        for name in sorted(weights.dtypes):
+            code = weights.dtypes[name]
+            plain = tensors[name].to(DTYPES[code]).contiguous()
+            builder.add(name, code, plain.shape, cast("Any", plain.reshape(-1).view(torch.uint8).numpy()).data)
+    return builder.hexdigest()
+
+
+def merged_with_adapter(spec: ModelSpec, base: Checkpoint, adapter: Checkpoint) -> Callable[[str], Tensor]:
+    """Where tensors come from when a LoRA adapter (PEFT names) is served: base + (alpha / r) * B @ A, in float32.
+
+    alpha is read from the file's metadata (``lora_alpha``) or from ``adapter_config.json`` beside it.
+    """
+    pairs: dict[str, dict[str, str]] = {}
+    for name in adapter.shapes:
+        target, side = _lora_target(name)
+        if target not in spec.tensors() or side is None:
+            raise WeightsError(f"got adapter tensor {name} in {adapter.path}; expected lora_A and lora_B of this model's linear layers")
+        pairs.setdefault(target, {})[side] = name
+    alpha = _lora_alpha(adapter)
+    for target, sides in pairs.items():
+        if sides.keys() != {"A", "B"}:
+            raise WeightsError(f"got only lora_{next(iter(sides))} for {target} in {adapter.path}; expected both lora_A and lora_B")
+        a, b = adapter.shapes[sides["A"]], adapter.shapes[sides["B"]]
+        if (b[0], a[1]) != spec.tensors()[target] or a[0] != b[1]:
+            raise WeightsError(f"got lora_A {a} and lora_B {b} for {target} of shape {spec.tensors()[target]} in {adapter.path}")
+
+    def get(name: str) -> Tensor:
+        plain = base.get(name).to(torch.float32)
+        if name not in pairs:
+            return plain
+        a, b = (adapter.get(pairs[name][side]).to(torch.float32) for side in "AB")
+        return torch.addmm(plain, b, a, alpha=alpha(a.shape[0]))
+
+    return get
+
+
+def _lora_target(name: str) -> tuple[str, str | None]:
+    stem = name.removeprefix("base_model.model.")
+    for side in "AB":
+        for form in (f".lora_{side}.weight", f".lora_{side}.default.weight"):
+            if stem.endswith(form):
+                return stem.removesuffix(form) + ".weight", side
+    return stem, None
+
+
+def _lora_alpha(adapter: Checkpoint) -> Callable[[int], float]:
+    config: dict[str, Any] = dict(adapter.metadata)
+    path = adapter.path.with_name("adapter_config.json")
+    if path.is_file():
+        with contextlib.suppress(msgspec.DecodeError):
+            config = {**msgspec.json.decode(path.read_bytes()), **config}
+    if "lora_alpha" not in config:
+        raise WeightsError(f"got adapter {adapter.path} without its alpha; expected metadata lora_alpha or adapter_config.json beside it")
+    if config.get("rank_pattern") or config.get("alpha_pattern") or config.get("use_dora"):
+        raise WeightsError(
+            f"got adapter {adapter.path} with rank_pattern, alpha_pattern or DoRA; expected one rank and alpha for all layers"
+        )
+    alpha = float(config["lora_alpha"])
+    root = str(config.get("use_rslora", False)).lower() == "true"
+    return lambda rank: alpha / (math.sqrt(rank) if root else rank)

@@ -1,0 +1,231 @@
+"""The embedded server, parent side: a model folder in, an OpenAI-compatible address on loopback out, with swaps that are proven.
+
+The server is a child process of ours (``_local``): it computes in float32 with its own copy of the weights, and ends when we do. All
+talk with it after the start is HTTP on loopback with a token, past any proxy that the environment names.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rllm_trainer._child import Child, ChildDied
+from rllm_trainer.engine.base import WeightsFile
+from rllm_trainer.exceptions import ServerError
+from rllm_trainer.serving.base import Capabilities, Probe, SwapReport
+from rllm_trainer.serving.proof import SwapNotProven, judge
+from rllm_trainer.types import Float32, Int32
+
+__all__ = ["LocalServer"]
+
+_MODULE = "rllm_trainer.serving._local.main"
+_PROXY_NAMES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+_CALL_TIMEOUT = 600.0
+_MOST_KV_BYTES = 4 * 2**30
+
+
+class LocalServer:
+    """A ``Server``. Made by ``start``; ``close`` ends it, and so does the end of this process."""
+
+    capabilities = Capabilities(
+        token_ids=True, logprobs=True, processed_logprobs=True, swap=True, lora_swap=True, per_token_versions=True, token_prompts=True
+    )
+
+    def __init__(self, child: Child, *, api_key: str, model: str) -> None:
+        self._child = child
+        self._api_key = api_key
+        self._model = model
+        self._port: int = child.ready["port"]
+        self.max_model_len: int = child.ready["max_model_len"]
+        """Most tokens of prompt and reply together."""
+        self.vocab: int = child.ready["vocab"]
+        """Number of token ids."""
+
+    @classmethod
+    def start(
+        cls,
+        model_path: str | Path,
+        *,
+        run_dir: Path,
+        max_model_len: int | None = None,
+        threads: int | None = None,
+        port: int = 0,
+        name: str | None = None,
+        version: int = 0,
+        kv_bytes: int | None = None,
+        max_rows: int = 64,
+        max_waiting: int = 1024,
+        chat_template: str | None = None,
+        start_timeout: float = 180.0,
+        module: str = _MODULE,
+    ) -> LocalServer:
+        """Start serving a model folder and wait until it answers.
+
+        Args:
+            model_path: a Hugging Face folder (config.json, safetensors, tokenizer.json).
+            run_dir: the server's log is written into it.
+            max_model_len: most tokens of prompt and reply together; None: what the model allows.
+            threads: torch threads; None: all cores.
+            port: on loopback; 0: a free one.
+            name: the model's name to clients; None: the folder's.
+            version: policy version of the weights in the folder.
+            kv_bytes: memory for keys and values, prefix cache included; None: a quarter of this machine's, at most 4 GiB.
+            max_rows: most sequences that decode at once; more wait.
+            max_waiting: most sequences that wait; more are answered with 429.
+            chat_template: Jinja text used instead of the folder's template.
+            start_timeout: seconds.
+            module: the child's main module.
+
+        Raises:
+            ServerError: it could not start; the message says why.
+        """
+        folder = Path(model_path).expanduser().resolve()
+        api_key = secrets.token_urlsafe(32)
+        cores = threads or os.cpu_count() or 1
+        config: dict[str, Any] = {
+            "model_path": str(folder),
+            "name": name or folder.name,
+            "api_key": api_key,
+            "version": version,
+            "port": port,
+            "threads": cores,
+            "max_model_len": max_model_len,
+            "kv_bytes": kv_bytes or _default_kv_bytes(),
+            "max_rows": max_rows,
+            "max_waiting": max_waiting,
+            "chat_template": chat_template,
+        }
+        try:
+            child = Child.start(
+                module, config, name="local server", log_path=run_dir / "server.log", env=_environment(cores), start_timeout=start_timeout
+            )
+        except ChildDied as error:
+            raise ServerError(str(error)) from error
+        failed = child.ready.get("failed")
+        if failed is not None:
+            child.close(timeout=1.0)
+            raise ServerError(f"the local server could not start: {failed}")
+        return cls(child, api_key=api_key, model=config["name"])
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self._port}/v1"
+
+    @property
+    def api_key(self) -> str:
+        return self._api_key
+
+    @property
+    def model(self) -> str:
+        return self._model
+
+    @property
+    def version(self) -> int:
+        return int(self.stats()["version"])
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the server since its start: steps, tokens computed, tokens taken from the prefix cache, swaps ..."""
+        return self._call("GET", "/rllm/stats")
+
+    def check(self) -> None:
+        """Raises ``ServerError``, with the last log lines, if the server is gone."""
+        if not self._child.alive:
+            raise ServerError(f"the local server has ended; last lines of {self._child.log_path}:\n{self._child.log_tail()}")
+        self._call("GET", "/health", timeout=30.0)
+
+    def swap(self, weights: WeightsFile, *, probe: Probe | None = None) -> SwapReport:
+        """Serve other weights of the same model from the next token on; requests in flight go on with them.
+
+        Raises:
+            ServerError: the file was refused, and the old weights are still served.
+            SwapNotProven: what is served now is not what the file holds.
+        """
+        before = self._probe(probe) if probe is not None else None
+        body: dict[str, Any] = {"path": str(weights.path), "version": weights.version, "lora": weights.lora}
+        if probe is None or weights.lora:
+            body["digest"] = weights.digest
+        done = self._call("POST", "/rllm/swap", body)
+        proof, difference = "digest", 0.0
+        if probe is not None and before is not None:
+            after = self._probe(probe)
+            whole = judge(probe, before[0], after[0])
+            cached = judge(probe, before[1], after[1], what="logprobs behind a cached prefix")
+            proof, difference = whole.proof, max(whole.max_difference, cached.max_difference)
+            if proof == "digest" and not weights.lora:
+                self._prove_by_digest(weights)
+        if self.version != weights.version:
+            raise SwapNotProven(f"after the swap to version {weights.version} the server says {self.version}")
+        return SwapReport(
+            version=weights.version,
+            seconds=done["seconds"],
+            requests_in_flight=done["requests_in_flight"],
+            proof=proof,
+            max_difference=difference,
+        )
+
+    def prompt_logprobs(self, rows: Sequence[Int32], *, temperature: float = 1.0) -> list[Float32]:
+        return self._score(rows, temperature, None)
+
+    def served_digest(self) -> str:
+        """Digest of the weights read back from the server's own buffers."""
+        return self._call("GET", "/rllm/digest")["digest"]
+
+    def close(self) -> None:
+        self._child.close(timeout=2.0)
+
+    def _probe(self, probe: Probe) -> tuple[list[Float32], list[Float32]]:
+        """The probe's logprobs, computed whole, and those of each row's second half behind a first half that may be cached."""
+        whole = self._score(probe.rows, probe.temperature, None)
+        cached = self._score(probe.rows, probe.temperature, [max(len(row) // 2, 1) for row in probe.rows])
+        return whole, cached
+
+    def _prove_by_digest(self, weights: WeightsFile) -> None:
+        held = self.served_digest()
+        if held != weights.digest:
+            raise SwapNotProven(
+                f"after the swap to version {weights.version} the server holds tensors of digest {held}, not {weights.digest}"
+            )
+
+    def _score(self, rows: Sequence[Int32], temperature: float, start: list[int] | None) -> list[Float32]:
+        body: dict[str, Any] = {"rows": [row.tolist() for row in rows], "temperature": temperature, "start": start}
+        scored = self._call("POST", "/rllm/score", body)["logprobs"]
+        return [np.array([np.nan if value is None else value for value in row], np.float32) for row in scored]
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float = _CALL_TIMEOUT) -> dict[str, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=timeout)
+        try:
+            headers = {"authorization": f"Bearer {self._api_key}", "content-type": "application/json"}
+            connection.request(method, path, None if body is None else msgspec.json.encode(body), headers)
+            response = connection.getresponse()
+            answer = msgspec.json.decode(response.read())
+        except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+            state = "runs but did not answer" if self._child.alive else "has ended"
+            raise ServerError(
+                f"the local server {state} ({method} {path}: {error!r}); last lines of {self._child.log_path}:\n{self._child.log_tail()}"
+            ) from error
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise ServerError(f"the local server refused {method} {path} with {response.status}: {answer['error']['message']}")
+        return answer
+
+
+def _environment(threads: int) -> dict[str, str | None]:
+    changes: dict[str, str | None] = dict.fromkeys(_PROXY_NAMES)
+    return {**changes, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(threads)}
+
+
+def _default_kv_bytes() -> int:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(memory // 4, _MOST_KV_BYTES)
