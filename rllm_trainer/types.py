@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from rllm_trace.types import Episode
 
-__all__ = ["Batch", "Fault", "Float32", "Group", "Int32", "Mask", "Rollout", "Row", "Sample", "SampledSpan"]
+__all__ = ["Batch", "Fault", "Float32", "Group", "Int32", "Mask", "Rollout", "Row", "Sample", "SampledSpan", "SpanCredit"]
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -106,6 +106,21 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
                 raise AssertionError(f"{name} has {len(getattr(self, name))} entries, token_ids {n}")
 
 
+class SpanCredit(msgspec.Struct, frozen=True, kw_only=True):
+    """What gave a reply its advantages."""
+
+    span_id: str
+    choice: int
+    level: Literal["call", "trajectory", "episode", "none"]
+    """Whose reward it was; ``none``: nothing that contains it was scored."""
+    rule: str
+    """The estimator, under verl's name."""
+    score: float | None
+    """The reward of its own call, trajectory or episode."""
+    shares: dict[str, float]
+    """Id of the call or of each trajectory that has a word -> its share; they add up to 1."""
+
+
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """A sample with its credit: what the engine trains on."""
 
@@ -122,6 +137,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """(T) importance weights of a rollout correction; None where none is used."""
     group: str
     """Task group; mini-batches are never cut inside one."""
+    credit: list[SpanCredit] = []
+    """What gave each reply that this row trains its advantages."""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,99 @@
+"""verl's FSDP engine with the head computed only where a token is wanted: registered with verl, chosen by its vendor name.
+
+The micro-batch says at which positions a token is predicted (``predict_at``) and which (``labels``); hidden states are picked there
+before the output layer, so neither the matrix product with the vocabulary nor its softmax sees prompts, observations or pads. Every
+other step (loading, wrapping, optimizer, clipping, modes) is verl's. One rank is not wrapped: sharding over one process only copies.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from verl.utils import torch_functional
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+__all__ = ["VENDOR", "TokenEngine"]
+
+VENDOR = "rllm"
+"""Value of ``VERL_ENGINE_VENDOR`` that makes verl's registry return this engine."""
+
+
+class _Picked:
+    """Positions that the output layer computes in the forward pass that is running; all of them outside of one."""
+
+    def __init__(self) -> None:
+        self.rows: Any = None
+        self.positions: Any = None
+
+    def __call__(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self.rows is None:
+            return None
+        hidden, *rest = args
+        return (hidden[self.rows, self.positions], *rest)
+
+
+@EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device=["cpu", "cuda"], vendor=VENDOR)
+class TokenEngine(FSDPEngineWithLMHead):
+    """Takes jagged ``input_ids``, ``position_ids``, ``predict_at``, ``labels`` and (B) ``temperature``; gives jagged ``log_probs``
+    (and ``entropy`` where ``calculate_entropy``) with one entry per label."""
+
+    def _build_fsdp_module(self, module: Any) -> Any:
+        if torch.distributed.get_world_size() > 1:
+            wrapped = super()._build_fsdp_module(module)
+        else:
+            self._autocast_dtype = PrecisionType.to_dtype(self.engine_config.mixed_precision["param_dtype"])
+            self.scaler = None
+            wrapped = module.to(get_device_id())
+        self._picked = _Picked()
+        wrapped.get_output_embeddings().register_forward_pre_hook(self._picked)
+        return wrapped
+
+    def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> tuple[Any, dict[str, Any]]:
+        """One micro-batch: the loss, and what verl collects from it."""
+        micro_batch = micro_batch.to(get_device_id())
+        inputs, arguments = self.prepare_model_inputs(micro_batch=micro_batch)
+        at = micro_batch["predict_at"]
+        self._picked.rows = torch.repeat_interleave(torch.arange(at.shape[0], device=at.device), at.offsets().diff())
+        self._picked.positions = at.values()
+        temperature = arguments["temperature"][self._picked.rows]
+        try:
+            with self._autocast():
+                logits = self.module(**inputs, use_cache=False).logits
+        finally:
+            self._picked.rows = self._picked.positions = None
+        outputs = _token_outputs(
+            logits,
+            micro_batch["labels"].values(),
+            temperature,
+            entropy=bool(micro_batch["calculate_entropy"]),
+            sum_pi_squared=bool(micro_batch["calculate_sum_pi_squared"]),
+        )
+        nested = {name: torch.nested.nested_tensor_from_jagged(values, at.offsets()) for name, values in outputs.items()}
+        loss, metrics = torch.tensor(0.0, device=logits.device), {}
+        if loss_function is not None:
+            loss, metrics = loss_function(model_output=nested, data=micro_batch, dp_group=self.get_data_parallel_group())
+        detached = {name: values.detach() for name, values in nested.items()}
+        return loss, {"model_output": detached, "loss": loss.detach().item(), "metrics": metrics}
+
+    def _autocast(self) -> Any:
+        if self._autocast_dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
+
+
+def _token_outputs(logits: Any, labels: Any, temperature: Any, *, entropy: bool, sum_pi_squared: bool) -> dict[str, Any]:
+    """(N, vocabulary) logits -> (N) logprob of each label at its temperature, and what else of the distribution is asked for."""
+    logits = logits.float()
+    if bool((temperature != 1).any()):
+        logits = logits / temperature.unsqueeze(-1)
+    outputs = {"log_probs": -torch.nn.functional.cross_entropy(logits, labels, reduction="none")}
+    if entropy:
+        outputs["entropy"] = torch_functional.entropy_from_logits(logits)
+    if sum_pi_squared:
+        outputs["sum_pi_squared"] = torch_functional.calculate_sum_pi_squared_from_logits(logits)
+    return outputs

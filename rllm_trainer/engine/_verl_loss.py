@@ -1,0 +1,125 @@
+"""verl's policy losses on wanted tokens: what ``set_loss_fn`` gets.
+
+Losses of verl that treat each token by itself see the tokens of a micro-batch as one long line; losses over sequences see one line per
+trajectory. Either way verl sums (``token-sum``), each token weighted by its share, and the batch's one denominator divides: so loss and
+gradient depend neither on rows nor on micro-batches. KL and entropy terms carry the same shares.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
+
+from rllm_trainer.engine.policy_losses import PolicyLoss
+
+__all__ = ["TokenLoss"]
+
+_SUM = "token-sum"
+
+
+class TokenLoss:
+    """Called by verl's engine for each micro-batch, with jagged fields that have one entry per wanted token."""
+
+    def __init__(self, kind: PolicyLoss, config: Any, *, kl_coef: float, kl_estimator: str, entropy_coef: float) -> None:
+        self.kind = kind
+        self.entropy = entropy_coef != 0
+        self._policy_loss = get_policy_loss_fn(kind.name)
+        self._config = config
+        self._kl_coef = kl_coef
+        self._kl_estimator = kl_estimator
+        self._entropy_coef = entropy_coef
+        self._terms: Counter[str] = Counter()
+        self._averages: Counter[str] = Counter()
+        self._tokens = 0
+
+    def clear(self) -> None:
+        self._terms.clear()
+        self._averages.clear()
+        self._tokens = 0
+
+    def totals(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Since ``clear``: terms of the loss, summed; verl's other metrics, averaged over the tokens computed."""
+        return dict(self._terms), {name: value / self._tokens for name, value in self._averages.items()}
+
+    def __call__(self, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Any, dict[str, Any]]:
+        log_probs = model_output["log_probs"].values()
+        weights = data["weights"].values()
+        denominator = float(data["denominator"])
+        ranks = int(data["dp_size"])
+        loss, found = self._policy_term(log_probs, weights, data, denominator=denominator, ranks=ranks)
+        terms = {"actor/pg_loss": loss}
+        if self.entropy:
+            terms["actor/entropy"] = _weighted_sum(model_output["entropy"].values(), weights, ranks) / denominator
+            loss = loss - self._entropy_coef * terms["actor/entropy"]
+        if self._kl_coef:
+            estimate = kl_penalty(log_probs, data["ref_logprobs"].values(), self._kl_estimator)
+            terms["kl_loss"] = _weighted_sum(estimate, weights, ranks) / denominator
+            loss = loss + self._kl_coef * terms["kl_loss"]
+        terms["loss"] = loss
+        if float(data["live"]):
+            self._count(terms, found, log_probs.numel())
+        return loss, {}
+
+    def _count(self, terms: dict[str, Any], found: dict[str, Any], tokens: int) -> None:
+        for name, value in terms.items():
+            self._terms[name] += float(value.detach())
+        for name, value in found.items():
+            self._averages[name] += float(value) * tokens
+        self._tokens += tokens
+
+    def _policy_term(self, log_probs: Any, weights: Any, data: Any, *, denominator: float, ranks: int) -> tuple[Any, dict[str, Any]]:
+        old, advantages = data["old_logprobs"].values(), data["advantages"].values()
+        lay = _Lines(data["sequences"].values()) if self.kind.over_sequences else _one_line
+        mask = lay(torch.ones_like(old))
+        shares = weights
+        if self.kind.mean == "token-mean of sequences":
+            shares = weights * weights.numel()  # verl divides the one line by its token count
+        elif self.kind.mean == "mean of sequences":
+            shares = torch.ones_like(weights)
+        if "is_weights" in data.keys():
+            shares = shares * data["is_weights"].values()
+        self._config.global_batch_info.update(
+            dp_size=ranks, batch_num_tokens=denominator, global_batch_size=denominator, loss_scale_factor=None
+        )
+        loss, found = self._policy_loss(
+            old_log_prob=lay(old),
+            log_prob=lay(log_probs),
+            advantages=lay(advantages),
+            response_mask=mask,
+            loss_agg_mode=_SUM,
+            config=self._config,
+            rollout_is_weights=lay(shares),
+        )
+        if self.kind.mean == "token-mean of sequences":
+            return loss, found
+        if self.kind.mean == "mean of sequences":
+            return loss * (int(mask.shape[0]) * float(data["live"]) * ranks / denominator), found
+        return loss / denominator, found
+
+
+def _one_line(values: Any) -> Any:
+    return values.unsqueeze(0)
+
+
+class _Lines:
+    """(N) values of a micro-batch -> (trajectories, longest), in the order of the rows; 0 where there is no token."""
+
+    def __init__(self, sequences: Any) -> None:
+        _, self._line = torch.unique(sequences, return_inverse=True)
+        counts = torch.bincount(self._line)
+        order = torch.argsort(self._line, stable=True)
+        starts = torch.cumsum(counts, 0) - counts
+        self._column = torch.empty_like(order)
+        self._column[order] = torch.arange(len(order), device=order.device) - torch.repeat_interleave(starts, counts)
+        self._shape = (len(counts), int(counts.max()))
+
+    def __call__(self, values: Any) -> Any:
+        return torch.zeros(self._shape, dtype=values.dtype, device=values.device).index_put((self._line, self._column), values)
+
+
+def _weighted_sum(values: Any, weights: Any, ranks: int) -> Any:
+    line = (values * weights).unsqueeze(0)
+    return agg_loss(loss_mat=line, loss_mask=torch.ones_like(line), loss_agg_mode=_SUM, dp_size=ranks)

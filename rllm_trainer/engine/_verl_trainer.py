@@ -1,0 +1,387 @@
+"""verl's training worker behind calls: columns of rows in; logprobs, one optimizer step, weights and state out.
+
+One instance a process. Micro-batches are ours (rows of like length, cut where no gradient is), so are the denominators; the worker,
+its engine, losses, optimizer and clipping are verl's. All ranks get the same calls and do their share of the rows.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
+from verl.workers.config.actor import PolicyLossConfig
+from verl.workers.engine_workers_tinker import TinkerTrainingWorker
+
+from rllm_trainer._child import to_array
+from rllm_trainer.engine import _verl_engine, _verl_estimators, _verl_state
+from rllm_trainer.engine._verl_loss import TokenLoss
+from rllm_trainer.engine._verl_worker import DEVICE_VARIABLE
+from rllm_trainer.engine.policy_losses import PolicyLoss
+from rllm_trainer.engine.tensor_file import write_tensors
+from rllm_trainer.engine.verl_batch import Columns, plan_micro_batches, rows_of_sequences, wanted_for_update
+
+__all__ = ["VerlTrainer"]
+
+assert _verl_engine.VENDOR  # importing it registers the engine with verl
+
+_FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+_BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+_LOGIT_BYTES = 1 << 29
+"""Most bytes of one matrix of logits; about three live at once."""
+
+
+class VerlTrainer:
+    """Methods named like a call answer it."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._place = {name: config[name] for name in ("rank", "ranks", "meeting_file")} | {"device": os.environ[DEVICE_VARIABLE]}
+        self._rank, self._ranks = int(config["rank"]), int(config["ranks"])
+        _join_group(self._place)
+        self._build(config)
+
+    def _build(self, config: dict[str, Any]) -> None:
+        self._config = {**config, **self._place}
+        torch.set_num_threads(int(config["threads"]))
+        _seed(int(config["seed"]) + self._rank)
+        self._reference: Any = None
+        self._worker = self._make_worker(trained=True)
+        self._loss = self._make_loss()
+        self._worker.set_loss_fn(self._loss)
+        self._vocab = int(self._worker.engine.module.config.get_text_config().vocab_size)
+
+    def restart(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """The model anew from its folder, with other settings, in this process."""
+        self._worker = None
+        self._build(payload)
+        return self.ready()
+
+    def ready(self) -> dict[str, Any]:
+        module = self._worker.engine.module
+        return {
+            "vocab_size": self._vocab,
+            "parameters": sum(parameter.numel() for parameter in module.parameters()),
+            "trained_parameters": sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad),
+            "device": self._config["device"],
+        }
+
+    def handlers(self) -> dict[str, Callable[[dict[str, Any]], Mapping[str, Any] | None]]:
+        return {
+            "restart": self.restart,
+            "logprobs": self.logprobs,
+            "sum_pi_squared": self.sum_pi_squared,
+            "update": self.update,
+            "gradient": self.gradient,
+            "export": self.export,
+            "save": self.save,
+            "load": self.load,
+            "advantages": _verl_estimators.advantages,
+            "correction": _verl_estimators.correction,
+        }
+
+    def logprobs(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """(S) logprob of each token but the first of its row, by this rank's share of the rows; NaN elsewhere."""
+        return {"values": self._read(payload, "log_probs")}
+
+    def sum_pi_squared(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """(S) sum of squared probabilities where each token was drawn, likewise."""
+        return {"values": self._read(payload, "sum_pi_squared")}
+
+    def _read(self, payload: dict[str, Any], name: str) -> Any:
+        rows = _Rows(payload)
+        wanted = np.ones(len(rows.token_ids), np.bool_)
+        wanted[rows.offsets[:-1]] = False
+        out = np.full(len(rows.token_ids), np.nan, np.float32)
+        worker, flags = self._policy_or_reference(bool(payload["reference"]))
+        for micro_batch, live in self._micro_batches(rows, wanted):
+            data, places = rows.tensordict(micro_batch, wanted, {}, compute_loss=False, calculate_sum_pi_squared=name == "sum_pi_squared", **flags)
+            output = worker.infer_batch(data)
+            if live:
+                out[places] = output[name].values().numpy()
+        return out
+
+    def update(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """``epochs`` optimizer steps on one batch."""
+        steps = [self._step(payload) for _ in range(int(payload["epochs"]))]
+        return {**steps[-1], "steps": len(steps), "differences": steps[0]["differences"]}
+
+    def gradient(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """Loss and gradient of one batch, without a step: by parameter name, whole."""
+        self._worker.optimizer_zero_grad()
+        found = self._forward_backward(payload)
+        self._require_gradients()
+        gradients = {
+            name: _verl_state.whole(parameter.grad).float().numpy()
+            for name, parameter in self._worker.engine.module.named_parameters()
+            if parameter.requires_grad
+        }
+        self._worker.optimizer_zero_grad()
+        return {**found, "gradients": gradients}
+
+    def export(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """One file with the current weights, or with the adapter alone."""
+        engine = self._worker.engine
+        lora = self._config["lora"]
+        as_adapter = lora is not None and not payload["merged"]
+        if as_adapter:
+            tensors = _verl_state.adapter(engine)
+        else:
+            tensors = _verl_state.weights(engine) if lora is None else _verl_state.merged_weights(engine)
+        if self._rank != 0:
+            return {}
+        metadata = {"lora_alpha": str(lora["alpha"]), "r": str(lora["r"])} if as_adapter else {}
+        digest, size = write_tensors(Path(payload["path"]), list(_verl_state.raw(tensors)), metadata)
+        return {"digest": digest, "num_bytes": size, "tensors": len(tensors), "lora": as_adapter}
+
+    def save(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """Weights, moments and random states as files of a folder that the parent makes whole."""
+        engine, folder = self._worker.engine, Path(payload["folder"])
+        lora = self._config["lora"] is not None
+        tensors = _verl_state.merged_weights(engine) if lora else _verl_state.weights(engine)
+        adapter = _verl_state.adapter(engine) if lora else {}
+        moments = _verl_state.optimizer_state(engine)
+        _write(folder / f"random-{self._rank}.safetensors", _verl_state.random_states())
+        if self._rank == 0:
+            _write(folder / "model.safetensors", tensors)
+            _write(folder / "optimizer.safetensors", moments)
+            if lora:
+                (folder / "adapter").mkdir()
+                _write(folder / "adapter" / "adapter_model.safetensors", adapter)
+                config = engine.module.peft_config["default"]
+                (folder / "adapter" / "adapter_config.json").write_bytes(msgspec.json.encode(_plain(config.to_dict())))
+        return {}
+
+    def load(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """Back to what ``save`` wrote."""
+        engine, folder = self._worker.engine, Path(payload["folder"])
+        lora = self._config["lora"] is not None
+        _verl_state.load_into(engine, _verl_state.read_tensors(folder / ("adapter/adapter_model.safetensors" if lora else "model.safetensors")))
+        _verl_state.load_optimizer(engine, _verl_state.read_tensors(folder / "optimizer.safetensors"))
+        random_file = folder / f"random-{self._rank}.safetensors"
+        if random_file.exists():
+            _verl_state.set_random_states(_verl_state.read_tensors(random_file))
+        return {}
+
+    def _step(self, payload: dict[str, Any]) -> dict[str, Any]:
+        self._worker.optimizer_zero_grad()
+        found = self._forward_backward(payload)
+        self._require_gradients()
+        norm = float(self._worker.optimizer_step({"lr": float(payload["lr"])})["grad_norm"])
+        if not np.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient's norm is {norm}, so the weights were left as they were; lower lr, or look for a reward or logprob out of range"
+            )
+        return {**found, "grad_norm": norm}
+
+    def _forward_backward(self, payload: dict[str, Any]) -> dict[str, Any]:
+        rows = _Rows(payload)
+        columns = rows.columns(payload)
+        wanted = wanted_for_update(columns, zero_is_inert=self._zero_is_inert(), whole_sequences=self._loss.kind.over_sequences)
+        together = rows_of_sequences(columns, wanted) if self._loss.kind.over_sequences else None
+        fields = {name: getattr(columns, name) for name in _LOSS_FIELDS if getattr(columns, name) is not None}
+        differences: list[Any] = []
+        tokens = 0
+        self._loss.clear()
+        for micro_batch, live in self._micro_batches(rows, wanted, together):
+            share = fields if live else {**fields, "weights": np.zeros_like(columns.weights)}
+            data, places = rows.tensordict(
+                micro_batch, wanted, share, denominator=float(payload["denominator"]), live=float(live), calculate_entropy=self._loss.entropy
+            )
+            output = self._worker.forward_backward(data)
+            if live:
+                differences.append(output["log_probs"].values().numpy() - columns.recorded_logprobs[places])
+                tokens += int(data["input_ids"].values().numel())
+        terms, averages = self._loss.totals()
+        return {
+            "terms": {name: value / self._ranks for name, value in terms.items()},
+            "averages": averages,
+            "differences": np.concatenate(differences) if differences else np.zeros(0, np.float32),
+            "tokens": tokens,
+            "wanted": int(sum(len(part) for part in differences)),
+        }
+
+    def _micro_batches(self, rows: _Rows, wanted: Any, together: Any = None) -> list[tuple[list[int], bool]]:
+        lengths, counts = rows.extents(wanted)
+        plan = plan_micro_batches(
+            lengths,
+            counts,
+            max_tokens=int(self._config["micro_batch_tokens"]),
+            max_wanted=max(1, _LOGIT_BYTES // (4 * self._vocab)),
+            together=together,
+            rank=self._rank,
+            ranks=self._ranks,
+        )
+        idle_from = len(plan.micro_batches) - plan.idle
+        return [(micro_batch, number < idle_from) for number, micro_batch in enumerate(plan.micro_batches)]
+
+    def _zero_is_inert(self) -> bool:
+        return self._loss.kind.zero_is_inert and not self._loss.entropy and not self._config["kl_coef"]
+
+    def _require_gradients(self) -> None:
+        """A batch without any wanted token has a gradient of zeros, not none: the optimizer's step is then the same as verl's."""
+        for parameter in self._worker.engine.module.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _policy_or_reference(self, reference: bool) -> tuple[Any, dict[str, Any]]:
+        if not reference:
+            return self._worker, {}
+        if self._config["lora"] is not None:
+            return self._worker, {"no_lora_adapter": True}
+        if self._reference is None:
+            self._reference = self._make_worker(trained=False)
+        return self._reference, {}
+
+    def _make_worker(self, *, trained: bool) -> Any:
+        """``trained=False``: the run's initial weights, never stepped."""
+        config = self._config
+        passed = config["verl"]
+        cpu = config["device"] == "cpu"
+        lora = config["lora"] if trained else None
+        adapter = {"lora_rank": lora["r"], "lora_alpha": lora["alpha"], "target_modules": lora["targets"]} if lora else {}
+        model = HFModelConfig(
+            path=config["model_path"],
+            load_tokenizer=False,
+            use_remove_padding=False,
+            enable_gradient_checkpointing=bool(config["gradient_checkpointing"]),
+            override_config={"attn_implementation": "sdpa", **passed.get("model", {}).get("override_config", {})},
+            **adapter,
+            **{name: value for name, value in passed.get("model", {}).items() if name != "override_config"},
+        )
+        engine = FSDPEngineConfig(
+            strategy="fsdp2",
+            use_dynamic_bsz=False,
+            micro_batch_size_per_gpu=1,
+            infer_micro_batch_size_per_gpu=1,
+            use_torch_compile=False,
+            mixed_precision=_FP32 if cpu else _BF16,
+            seed=int(config["seed"]),
+            **passed.get("engine", {}),
+        )
+        optimizer = FSDPOptimizerConfig(
+            lr=0.0,
+            total_training_steps=1,
+            weight_decay=config["weight_decay"],
+            betas=tuple(config["betas"]),
+            clip_grad=config["clip_grad"],
+            override_optimizer_config={"eps": config["eps"], "fused": cpu},
+        )
+        worker: Any = TinkerTrainingWorker(
+            TrainingWorkerConfig(
+                model_type="language_model",
+                model_config=model,
+                engine_config=engine,
+                optimizer_config=optimizer,
+                checkpoint_config=CheckpointConfig(),
+            )
+        )
+        worker.reset()
+        return worker
+
+    def _make_loss(self) -> TokenLoss:
+        config = self._config
+        kind = msgspec.convert(config["policy_loss"], PolicyLoss)
+        actor_fields = dict(config["verl"].get("actor", {}))
+        actor = FSDPActorConfig(
+            strategy="fsdp2",
+            rollout_n=1,
+            use_dynamic_bsz=True,
+            clip_ratio_low=config["clip_low"],
+            clip_ratio_high=config["clip_high"],
+            policy_loss=PolicyLossConfig(loss_mode=kind.name, **actor_fields.pop("policy_loss", {})),
+            **actor_fields,
+        )
+        return TokenLoss(
+            kind, actor, kl_coef=config["kl_coef"], kl_estimator=config["kl_estimator"], entropy_coef=config["entropy_coef"]
+        )
+
+
+_LOSS_FIELDS = ("advantages", "weights", "old_logprobs", "sequences", "ref_logprobs", "is_weights")
+
+
+class _Rows:
+    """Flat rows as they came, and verl's TensorDict of some of them."""
+
+    def __init__(self, payload: dict[str, Any]) -> None:
+        self.lengths = to_array(payload["lengths"])
+        self.temperatures = to_array(payload["temperatures"])
+        self.token_ids = to_array(payload["token_ids"]).astype(np.int64)
+        self.offsets = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+
+    def columns(self, payload: dict[str, Any]) -> Columns:
+        return Columns(**{name: None if payload[name] is None else to_array(payload[name]) for name in Columns.__struct_fields__})
+
+    def extents(self, wanted: Any) -> tuple[Any, Any]:
+        """(B) tokens that go through the model, up to the one before the last wanted token; (B) wanted tokens."""
+        counts = np.add.reduceat(wanted.astype(np.int64), self.offsets[:-1]) if len(self.lengths) else np.zeros(0, np.int64)
+        inside = np.arange(len(wanted)) - np.repeat(self.offsets[:-1], self.lengths)
+        last = np.maximum.reduceat(np.where(wanted, inside, 0), self.offsets[:-1]) if len(self.lengths) else np.zeros(0, np.int64)
+        return last, counts
+
+    def tensordict(self, rows: list[int], wanted: Any, fields: Mapping[str, Any], **settings: Any) -> tuple[Any, Any]:
+        """The micro-batch, and where in the flat columns its wanted tokens stand."""
+        parts = [self.offsets[row] + np.flatnonzero(wanted[self.offsets[row] : self.offsets[row + 1]]) for row in rows]
+        begins = [self.offsets[row] for row in rows]
+        places = np.concatenate(parts)
+        inputs = [torch.from_numpy(self.token_ids[begin : part[-1]]) for begin, part in zip(begins, parts, strict=True)]
+        tensors = {
+            "input_ids": _jagged(inputs),
+            "position_ids": _jagged([torch.arange(len(ids)) for ids in inputs]),
+            "predict_at": _jagged([torch.from_numpy(part - begin - 1) for begin, part in zip(begins, parts, strict=True)]),
+            "labels": _jagged([torch.from_numpy(self.token_ids[part]) for part in parts]),
+            "loss_mask": _jagged([torch.ones(len(part), dtype=torch.int64) for part in parts]),
+            "temperature": torch.from_numpy(self.temperatures[rows]),
+            **{name: _jagged([torch.from_numpy(values[part]) for part in parts]) for name, values in fields.items()},
+        }
+        settings = {"calculate_entropy": False, "calculate_sum_pi_squared": False, **settings}
+        flags = {
+            "use_dynamic_bsz": False,
+            "micro_batch_size_per_gpu": len(rows),
+            "use_remove_padding": False,
+            "pad_token_id": 0,  # pads are masked by length; any id will do
+            "global_token_num": [len(ids) for ids in inputs],
+            "global_batch_size": len(rows),
+        }
+        return tu.get_tensordict(tensors, non_tensor_dict={**flags, **settings}), places
+
+
+def _jagged(parts: list[Any]) -> Any:
+    return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+
+def _write(path: Path, tensors: Mapping[str, Any]) -> None:
+    write_tensors(path, list(_verl_state.raw(tensors)), sync=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(item) for item in value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return getattr(value, "value", value)
+    return str(value)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # verl and libraries below it draw from the global generators of this process
+    torch.manual_seed(seed)
+
+
+def _join_group(config: Mapping[str, Any]) -> None:
+    """The process group, made before verl looks for one: verl would ask for backend 'cpu:gloo,cpu:gloo', which torch refuses."""
+    ranks = int(config["ranks"])
+    store = torch.distributed.HashStore() if ranks == 1 else torch.distributed.FileStore(config["meeting_file"], ranks)
+    backend = "gloo" if config["device"] == "cpu" else "cpu:gloo,cuda:nccl"
+    torch.distributed.init_process_group(backend, store=store, rank=int(config["rank"]), world_size=ranks)

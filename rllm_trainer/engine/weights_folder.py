@@ -1,0 +1,68 @@
+"""Where weights lie between an engine and a server of this host: in shared memory if there is room, else in the run folder.
+
+The newest two versions are kept. The folder is locked while its run lives; one whose run was killed is removed by the next run that starts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import IO
+
+__all__ = ["WeightsFolder"]
+
+_SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "rllm-weights-"
+_LOCK = ".lock"
+_KEEP = 2
+
+
+class WeightsFolder:
+    """Files named by version."""
+
+    def __init__(self, run_dir: Path, num_bytes: int, *, shared_memory: Path = _SHARED_MEMORY) -> None:
+        _sweep(shared_memory)
+        room = (_KEEP + 1) * num_bytes
+        in_memory = shared_memory.is_dir() and os.access(shared_memory, os.W_OK) and shutil.disk_usage(shared_memory).free > room
+        parent = shared_memory if in_memory else run_dir
+        self.path, self._lock = _locked_folder(parent)
+
+    def file(self, version: int) -> Path:
+        """Where the weights of ``version`` go."""
+        return self.path / f"weights-{version:06d}.safetensors"
+
+    def keep_newest(self) -> None:
+        """Remove all but the newest two, by the time that they were written."""
+        files = sorted(self.path.glob("weights-*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
+        for old in files[:-_KEEP]:
+            old.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove the folder; safe to call twice."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def _locked_folder(parent: Path) -> tuple[Path, IO[bytes]]:
+    """A new folder that is held; made again if another run swept it before the lock was taken."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        lock = (folder / _LOCK).open("wb")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / _LOCK).exists():
+            return folder, lock
+        lock.close()
+
+
+def _sweep(parent: Path) -> None:
+    """Remove folders that no living process holds."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        try:
+            with (folder / _LOCK).open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue
+        shutil.rmtree(folder, ignore_errors=True)

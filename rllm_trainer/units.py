@@ -1,0 +1,302 @@
+"""Groups of rollouts and their rows in, units of credit out: what a group's baseline counts once. Pure.
+
+A role whose agents were given rewards of their own is credited by trajectory, every other role by episode; a call that was given a
+reward is a unit of its own besides. The key of a group is (task, role), so a group mixes neither tasks nor roles, and two agents of
+one name are two units. Nothing depends on how a trajectory was cut into rows: a unit's tokens are its replies', in the order of calls.
+
+Example: two rollouts of one task, rewards 1 and 0, one role: two units "episode", one group, whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, cast
+
+import msgspec
+
+from rllm_trace.types import Episode, Trajectory
+from rllm_trainer.exceptions import SettingError
+from rllm_trainer.rollout.faults import leaves_gradient
+from rllm_trainer.samples import SampleSet
+from rllm_trainer.types import Group, Rollout, Sample
+
+__all__ = ["Level", "Place", "Reply", "Unit", "find_replies", "find_units"]
+
+Level = Literal["episode", "trajectory", "call"]
+
+ReplyKey = tuple[str, str, int]
+"""Episode id, span id of the call, choice."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Trained tokens of a reply, where they lie in a row."""
+
+    row: int
+    """Number of the row in the batch."""
+    start: int
+    stop: int
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """One trained reply of a call."""
+
+    key: ReplyKey
+    trajectory_id: str
+    role: str
+    places: list[Place]
+    """In the order of its tokens; several where an over-long row was split inside it."""
+    shares: dict[str, float]
+    """Trajectory id -> its share in the reply's credit: 1 for its own, unless other trajectories continue from it."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(place.stop - place.start for place in self.places)
+
+
+class Unit(msgspec.Struct, frozen=True, kw_only=True):
+    """What a baseline counts once."""
+
+    level: Level
+    group: str
+    """Key of its group."""
+    role: str
+    episode_id: str
+    target: str
+    """Id of the episode, of the trajectory, or span id of the call."""
+    score: float
+    components: dict[str, float] = {}
+    """Rewards of the rollout by name."""
+    replies: list[ReplyKey]
+    """Its trained replies, in order of the calls."""
+
+
+def find_replies(sample_sets: Sequence[SampleSet], samples: Sequence[Sample]) -> dict[ReplyKey, Reply]:
+    """Every trained reply of the rows, in the order of their calls.
+
+    Args:
+        samples: the rows of all sets, one set after another; their numbers are those of ``Place.row``.
+    """
+    places: dict[ReplyKey, list[tuple[int, Place]]] = {}
+    owners: dict[ReplyKey, tuple[str, str]] = {}
+    for number, sample in enumerate(samples):
+        for span in sample.spans:
+            if span.trained and span.stop > span.start:
+                key = (sample.episode_id, span.span_id, span.choice)
+                places.setdefault(key, []).append((span.offset, Place(row=number, start=span.start, stop=span.stop)))
+                owners[key] = (span.trajectory_id, span.role)
+    order: dict[ReplyKey, int] = {}
+    shares: dict[ReplyKey, dict[str, float]] = {}
+    for sample_set in sample_sets:
+        found = _shares(sample_set)
+        shares.update(found)
+        for key in found:
+            order[key] = len(order)
+    return {
+        key: Reply(
+            key=key,
+            trajectory_id=owners[key][0],
+            role=owners[key][1],
+            places=[place for _, place in sorted(parts, key=lambda part: part[0])],
+            shares=shares.get(key, {owners[key][0]: 1.0}),
+        )
+        for key, parts in sorted(places.items(), key=lambda item: order.get(item[0], len(order)))
+    }
+
+
+def find_units(groups: Iterable[Group], replies: Mapping[ReplyKey, Reply], counts: Counter[str], *, by_step: bool = False) -> list[Unit]:
+    """The units of all groups.
+
+    Args:
+        counts: what was found on the way is added here, by name.
+        by_step: calls with rewards are compared with calls of the same number in their trajectory only.
+
+    Raises:
+        SettingError: a group mixes tasks, or rows of different content under one task id.
+    """
+    by_trajectory: dict[tuple[str, str], list[ReplyKey]] = {}
+    for key, reply in replies.items():
+        by_trajectory.setdefault((key[0], reply.trajectory_id), []).append(key)
+    units: list[Unit] = []
+    for group in groups:
+        _require_one_task(group)
+        scored = [rollout for rollout in group.rollouts if _is_scored(rollout, counts)]
+        roles = dict.fromkeys(t.name for r in scored for t in _episode(r).trajectories if t.calls)
+        for role in roles:
+            members = [(r, [t for t in _episode(r).trajectories if t.name == role and t.calls]) for r in scored]
+            members = [(rollout, trajectories) for rollout, trajectories in members if trajectories]
+            if any(t.reward is not None for _, trajectories in members for t in trajectories):
+                units += _trajectory_units(group.task_id, role, members, by_trajectory, counts)
+            else:
+                units += _episode_units(group.task_id, role, members, by_trajectory, counts)
+            units += _call_units(group.task_id, role, members, by_trajectory, by_step=by_step)
+    return units
+
+
+def _trajectory_units(
+    task_id: str,
+    role: str,
+    members: Sequence[tuple[Rollout, list[Trajectory]]],
+    by_trajectory: Mapping[tuple[str, str], list[ReplyKey]],
+    counts: Counter[str],
+) -> list[Unit]:
+    units: list[Unit] = []
+    for rollout, trajectories in members:
+        episode = _episode(rollout)
+        for trajectory in trajectories:
+            score = trajectory.reward
+            if score is None:
+                score = _total(rollout)
+                counts["trajectories_scored_by_episode"] += 1
+            if score is None:
+                counts["trajectories_unscored"] += 1
+                continue
+            units.append(
+                Unit(
+                    level="trajectory",
+                    group=_key(task_id, role),
+                    role=role,
+                    episode_id=episode.id,
+                    target=trajectory.id,
+                    score=score,
+                    components=rollout.rewards,
+                    replies=by_trajectory.get((episode.id, trajectory.id), []),
+                )
+            )
+    return units
+
+
+def _episode_units(
+    task_id: str,
+    role: str,
+    members: Sequence[tuple[Rollout, list[Trajectory]]],
+    by_trajectory: Mapping[tuple[str, str], list[ReplyKey]],
+    counts: Counter[str],
+) -> list[Unit]:
+    units: list[Unit] = []
+    for rollout, trajectories in members:
+        episode, score = _episode(rollout), _total(rollout)
+        if score is None:
+            counts["episodes_unscored"] += 1
+            continue
+        units.append(
+            Unit(
+                level="episode",
+                group=_key(task_id, role),
+                role=role,
+                episode_id=episode.id,
+                target=episode.id,
+                score=score,
+                components=rollout.rewards,
+                replies=[key for t in trajectories for key in by_trajectory.get((episode.id, t.id), [])],
+            )
+        )
+    return units
+
+
+def _call_units(
+    task_id: str,
+    role: str,
+    members: Sequence[tuple[Rollout, list[Trajectory]]],
+    by_trajectory: Mapping[tuple[str, str], list[ReplyKey]],
+    *,
+    by_step: bool,
+) -> list[Unit]:
+    units: list[Unit] = []
+    for rollout, trajectories in members:
+        episode = _episode(rollout)
+        scores = _call_scores(episode)
+        for trajectory in trajectories:
+            for step, call in enumerate(trajectory.calls):
+                if call.span_id in scores:
+                    units.append(
+                        Unit(
+                            level="call",
+                            group=_key(task_id, role, "call", str(step) if by_step else ""),
+                            role=role,
+                            episode_id=episode.id,
+                            target=call.span_id,
+                            score=scores[call.span_id],
+                            replies=[key for key in by_trajectory.get((episode.id, trajectory.id), []) if key[1] == call.span_id],
+                        )
+                    )
+    return units
+
+
+def _call_scores(episode: Episode) -> dict[str, float]:
+    """Span id of each call with rewards of its own -> their weighted sum."""
+    calls = {call.span_id for trajectory in episode.trajectories for call in trajectory.calls}
+    scores: Counter[str] = Counter()
+    seen: set[str] = set()
+    for reward in [*episode.rewards, *(reward for trajectory in episode.trajectories for reward in trajectory.rewards)]:
+        if reward.target in calls and not reward.superseded:
+            scores[reward.target] += cast("int", reward.weight * reward.value)
+            seen.add(reward.target)
+    return {span_id: float(scores[span_id]) for span_id in seen}
+
+
+def _shares(sample_set: SampleSet) -> dict[ReplyKey, dict[str, float]]:
+    """Each reply's credit, split over the trajectories that end below it: a token's worth is the mean over what came of it.
+
+    A trajectory has as many parts as it has ends (replies that nothing continues) below the token; the reply's own has at least one.
+    """
+    spans = sample_set.spans
+    parts: list[Counter[str]] = [Counter() for _ in spans]
+    children = [0] * len(spans)
+    for span in spans:
+        if span.parent >= 0:
+            children[span.parent] += 1
+    waiting = [index for index, count in enumerate(children) if count == 0]
+    while waiting:
+        index = waiting.pop()
+        span = spans[index]
+        parts[index][span.trajectory_id] = max(1, parts[index][span.trajectory_id])
+        if span.parent >= 0:
+            parts[span.parent].update(parts[index])
+            children[span.parent] -= 1
+            if children[span.parent] == 0:
+                waiting.append(span.parent)
+    return {
+        (sample_set.episode_id, span.span_id, span.choice): {name: count / own.total() for name, count in sorted(own.items())}
+        for span, own in zip(spans, parts, strict=True)
+    }
+
+
+def _is_scored(rollout: Rollout, counts: Counter[str]) -> bool:
+    if rollout.episode is None or leaves_gradient(rollout.fault):
+        counts["rollouts_left_out"] += 1
+        return False
+    return True
+
+
+def _total(rollout: Rollout) -> float | None:
+    """The episode's score; an end that the policy caused and nobody scored is 0."""
+    return 0.0 if rollout.reward is None and rollout.fault == "policy" else rollout.reward
+
+
+def _episode(rollout: Rollout) -> Episode:
+    assert rollout.episode is not None
+    return rollout.episode
+
+
+def _key(*parts: str) -> str:
+    return "\x1f".join(parts)
+
+
+def _require_one_task(group: Group) -> None:
+    for rollout in group.rollouts:
+        if rollout.task_id != group.task_id:
+            raise SettingError(f"group {group.task_id!r} holds a rollout of task {rollout.task_id!r}; a baseline is taken over one task")
+        if not _same(rollout.row, group.rollouts[0].row):
+            raise SettingError(
+                f"task {group.task_id!r} stands for rows of different content; equal ids must mean equal rows: give each row its own id"
+            )
+
+
+def _same(left: object, right: object) -> bool:
+    if left is right:
+        return True
+    try:
+        return bool(left == right)
+    except Exception:  # noqa: BLE001 - arrays in a row have no single truth value; compare what they show
+        return repr(left) == repr(right)
