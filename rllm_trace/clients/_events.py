@@ -196,7 +196,7 @@ class EventReader:
                 return b""
             if seen is not data:
                 other = [line for line in lines if line[:5] != _DATA and line]
-                return b"\n".join([*other, b"data: " + seen]) + b"\n\n"
+                return b"\n".join([*other, b"data: " + seen.replace(b"\n", b"\ndata: ")]) + b"\n\n"
         return event + b"\n\n"
 
     def _read_data(self, data: bytes) -> bytes | None:

@@ -1,0 +1,226 @@
+"""Token arrays are found and taken out of any layout of JSON, and a stream in any pieces gives the reply of the whole body."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rllm_trace._wire import Reply as Scripted
+from rllm_trace._wire import ReplyChoice, stream_events, whole_body
+from rllm_trace.clients._cut import CutError, cut, without
+from rllm_trace.clients._decode import Keep, Reply, read_parts, read_reply
+from rllm_trace.clients._events import EventReader
+from rllm_trace.types import Usage
+
+STRIP = Keep(ids=False, logprobs=False, usage_chunk=False, versions=False)
+ASKING: Any = {"model": "m", "return_token_ids": True, "logprobs": True, "stream_options": {"include_usage": True}}
+
+
+def test_arrays_are_removed_with_their_comma_and_logprobs_become_null() -> None:
+    """First, middle and last members, with and without spaces, leave valid JSON behind."""
+    body = b'{"prompt_token_ids": [1, 2],"choices":[{"token_ids":[3],"logprobs":{"content":[{"logprob":-0.5}]} , "text":"x"}],"id":"a"}'
+    parts = cut(body, ids=True, logprobs=True)
+    assert parts.rest == b'{"choices":[{"logprobs":null , "text":"x"}],"id":"a"}'
+    assert (parts.prompt_ids, parts.ids, parts.logprobs) == ([b"[1, 2]"], [b"[3]"], [b'{"content":[{"logprob":-0.5}]}'])
+
+
+def test_neighbouring_arrays_are_removed() -> None:
+    """Two in a row at the start, the middle and the end of an object."""
+    assert cut(b'{"prompt_token_ids":[1],"token_ids":[2]}', ids=True, logprobs=False).rest == b"{}"
+    assert cut(b'{"prompt_token_ids":[1],"token_ids":[2],"a":1}', ids=True, logprobs=False).rest == b'{"a":1}'
+    assert cut(b'{"a":1,"prompt_token_ids":[1],"token_ids":[2]}', ids=True, logprobs=False).rest == b'{"a":1}'
+    assert cut(b'{"a":1,"prompt_token_ids":[1],"token_ids":[2],"b":2}', ids=True, logprobs=False).rest == b'{"a":1,"b":2}'
+
+
+def test_texts_that_look_like_keys_are_left_alone() -> None:
+    """A key inside a string is escaped there, and a string that equals a key is not followed by a colon."""
+    message = {"content": 'say "token_ids": [1] and "logprobs": {"content": []}', "name": "token_ids"}
+    body = json.dumps({"choices": [{"message": message, "token_ids": [7]}]}).encode()
+    parts = cut(body, ids=True, logprobs=True)
+    assert json.loads(parts.rest) == {"choices": [{"message": message}]}
+    assert parts.ids == [b"[7]"]
+
+
+@pytest.mark.parametrize("body", [b'{"token_ids":[1', b'{"logprobs":{"content":[{"logprob":-1}', b'["token_ids":[1]]'])
+def test_what_cannot_be_cut_says_so(body: bytes) -> None:
+    """A body that is no complete JSON object is not cut by guesswork."""
+    with pytest.raises(CutError):
+        cut(body, ids=True, logprobs=True)
+
+
+def test_unusual_layouts_are_read_by_parsing() -> None:
+    """Top logprobs that nobody asked for defeat the search; the same parts come out."""
+    entry = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": [{"token": "a", "logprob": -0.5, "bytes": [97]}]}
+    body = {"id": "r", "choices": [{"index": 0, "logprobs": {"content": [entry]}, "token_ids": [5], "message": {"content": "a"}}], "prompt_token_ids": [1]}
+    parts = read_parts(json.dumps(body).encode(), STRIP)
+    assert json.loads(parts.rest) == {"id": "r", "choices": [{"index": 0, "logprobs": None, "message": {"content": "a"}}]}
+    (choice,) = parts.body.choices or ()
+    assert (choice.token_ids, parts.body.prompt_token_ids) == ([5], [1])
+    assert choice.logprobs is not None
+    assert choice.logprobs.values() == [-0.5]
+
+
+def test_names_of_other_servers_are_read() -> None:
+    """SGLang's ids stand in the choice under names of its own, and a prompt per choice must be one prompt."""
+    choice = {"index": 0, "message": {"content": "a"}, "response_token_ids": [5], "prompt_token_ids": [1, 2], "matched_stop": 5,
+              "logprobs": {"content": [{"logprob": -0.5}]}, "finish_reason": "stop"}  # fmt: skip
+    reply, rest = read_reply(json.dumps({"choices": [choice, {**choice, "index": 1}]}).encode(), STRIP)
+    assert reply.prompt_token_ids == [1, 2]
+    assert [(c.token_ids, c.stop_reason) for c in reply.choices] == [([5], 5), ([5], 5)]
+    assert reply.fault is None
+    assert b"token_ids" not in rest
+    different = {**choice, "index": 1, "prompt_token_ids": [9]}
+    reply, _ = read_reply(json.dumps({"choices": [choice, different]}).encode(), STRIP)
+    assert (reply.prompt_token_ids, reply.fault) == (None, "prompt ids differ within the reply")
+
+
+texts = st.text(max_size=12) | st.sampled_from(['"token_ids":[1]', '\\"logprobs\\":{', "]}", '{"a": [1]}', "logprob", "token_ids", "\n\n", "data: x"])
+tokens = st.lists(st.tuples(st.integers(0, 200_000), st.floats(-50, 0, width=32, allow_nan=False)), max_size=9)
+tool_calls = st.lists(
+    st.fixed_dictionaries(
+        {
+            "id": st.text("abc1", min_size=1, max_size=4),
+            "type": st.just("function"),
+            "function": st.fixed_dictionaries({"name": st.text("fgh", min_size=1, max_size=5), "arguments": texts}),
+        }
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@st.composite
+def scripted(draw: st.DrawFn) -> Scripted:
+    choices: list[ReplyChoice] = []
+    for _ in range(draw(st.integers(1, 3))):
+        pairs = draw(tokens)
+        choices.append(
+            ReplyChoice(
+                text=draw(texts | st.none()),
+                token_ids=[token for token, _ in pairs],
+                logprobs=[logprob for _, logprob in pairs],
+                reasoning=draw(texts | st.none()),
+                refusal=draw(texts | st.none()),
+                tool_calls=draw(tool_calls | st.none()),
+                finish_reason=draw(st.sampled_from(["stop", "length", "tool_calls"])),
+                stop_reason=draw(st.none() | st.integers(0, 9) | texts),
+            )
+        )
+    omit = draw(st.frozensets(st.sampled_from(["prompt_token_ids", "token_ids", "logprobs", "usage"]), max_size=2))
+    versions = draw(st.lists(st.tuples(st.integers(0, 5), st.just(0), st.just(1)), max_size=2))
+    return Scripted(
+        choices=choices,
+        prompt_token_ids=draw(st.lists(st.integers(0, 200_000), min_size=1, max_size=6)),
+        omit=omit,
+        weight_versions=versions,
+        tokens_per_chunk=draw(st.integers(1, 4)),
+        spells_nulls=draw(st.booleans()),
+    )
+
+
+def comparable(reply: Reply) -> Any:
+    choices = [{name: getattr(choice, name) for name in choice.__struct_fields__} for choice in reply.choices]
+    return {**{name: getattr(reply, name) for name in reply.__struct_fields__}, "choices": choices}
+
+
+def settled(choice: ReplyChoice) -> dict[str, Any]:
+    """A scripted choice as its record must be."""
+    other = bool(choice.tool_calls or choice.reasoning or choice.refusal)
+    return {
+        "text": choice.text or (None if other else ""),
+        "tool_calls": choice.tool_calls,
+        "reasoning": choice.reasoning or None,
+        "refusal": choice.refusal or None,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+
+
+@settings(max_examples=100, deadline=None)
+@given(scripted(), st.booleans(), st.sampled_from([(",", ":"), (", ", ": ")]))
+def test_any_body_is_read_as_it_was_sent_and_shown_without_the_arrays(reply: Scripted, chat: bool, separators: tuple[str, str]) -> None:
+    """Every id, logprob, text and tool call comes out as it went in; the caller's JSON is the one of a request that asked for nothing."""
+    sent = json.loads(whole_body(ASKING, reply, chat=chat, number=1))
+    read, rest = read_reply(json.dumps(sent, separators=separators).encode(), STRIP)
+    bare = json.loads(whole_body({"model": "m"}, reply, chat=chat, number=1))
+    bare.pop("metadata", None)
+    if reply.spells_nulls:
+        sent_names = {"prompt_token_ids", "token_ids"} - reply.omit
+        assert json.loads(rest).keys() >= bare.keys() - sent_names
+    else:
+        assert json.loads(rest) == bare
+    assert len(read.choices) == len(reply.choices)
+    for record, choice in zip(read.choices, reply.choices, strict=True):
+        if "token_ids" not in reply.omit:
+            assert record.token_ids == list(choice.token_ids)
+            if "logprobs" not in reply.omit and choice.token_ids:
+                assert record.logprobs == list(choice.logprobs)
+        if chat:
+            assert {name: getattr(record, name) for name in settled(choice)} == settled(choice)
+    assert read.prompt_token_ids == (None if "prompt_token_ids" in reply.omit else list(reply.prompt_token_ids))
+    written = sum(len(choice.token_ids) for choice in reply.choices)
+    assert read.usage == (None if "usage" in reply.omit else Usage(prompt_tokens=len(reply.prompt_token_ids), completion_tokens=written))
+
+
+@settings(max_examples=100, deadline=None)
+@given(scripted(), st.booleans(), st.integers(1, 400), st.booleans())
+def test_a_stream_in_any_pieces_gives_the_reply_of_the_whole_body(reply: Scripted, chat: bool, size: int, carriage: bool) -> None:
+    """However the bytes of a stream are cut, the reply equals the unstreamed one, and the app sees the events of a bare request."""
+    whole, _ = read_reply(whole_body(ASKING, reply, chat=chat, number=1), STRIP)
+    data = b"".join(stream_events({**ASKING, "stream": True}, reply, chat=chat, number=1))
+    if carriage:
+        data = data.replace(b"\n\n", b"\r\n\r\n")
+    reader = EventReader(STRIP)
+    seen = b"".join([reader.feed(data[start : start + size]) for start in range(0, len(data), size)]) + reader.flush()
+    assert reader.done
+    assert comparable(reader.reply()) == comparable(whole)
+    bare = stream_events({"model": "m", "stream": True}, reply, chat=chat, number=1)
+    if not reply.spells_nulls:
+        assert [json_of(event) for event in seen.split(b"\n\n") if event] == [json_of(event.strip()) for event in bare]
+
+
+def json_of(event: bytes) -> Any:
+    data = event.removeprefix(b"data: ")
+    if data == b"[DONE]":
+        return data
+    parsed = json.loads(data)
+    parsed.pop("metadata", None)
+    return parsed
+
+
+@settings(max_examples=100, deadline=None)
+@given(scripted(), st.booleans())
+def test_cutting_and_parsing_agree(reply: Scripted, chat: bool) -> None:
+    """Where searching bytes finds a cut, it is the one that parsing gives."""
+    body = whole_body(ASKING, reply, chat=chat, number=1)
+    by_parsing = json.loads(without(body, ids=True, logprobs=True, versions=True))
+    try:
+        by_cutting = json.loads(cut(body, ids=True, logprobs=True, versions=True).rest)
+    except CutError:
+        return
+    if reply.spells_nulls:
+        for item in [by_cutting, *by_cutting["choices"], by_parsing, *by_parsing["choices"]]:
+            item.pop("token_ids", None)
+            item.pop("prompt_token_ids", None)
+    assert by_cutting == by_parsing
+
+
+def test_pieces_pass_through_at_once_where_nothing_is_taken_out() -> None:
+    """A stream that the app asked everything of itself is passed on byte by byte as it comes."""
+    data = b"".join(stream_events({**ASKING, "stream": True}, Scripted(), chat=True, number=1))
+    reader = EventReader(Keep(ids=True, logprobs=True))
+    assert [reader.feed(data[at : at + 1]) for at in range(len(data))] == [data[at : at + 1] for at in range(len(data))]
+    assert reader.reply().choices[0].token_ids == [104, 105, 2]
+
+
+def test_comments_event_names_and_several_data_lines_are_understood() -> None:
+    """The event-stream format in full: comments, event names, data over several lines, no space after the colon."""
+    reader = EventReader(STRIP)
+    data = b': ping\n\nevent: message\ndata:{"id":"r",\ndata:"choices":[{"index":0,"delta":{"content":"a"},"token_ids":[5]}]}\n\ndata:[DONE]\n\n'
+    seen = reader.feed(data)
+    assert seen == b': ping\n\nevent: message\ndata: {"id":"r",\ndata: "choices":[{"index":0,"delta":{"content":"a"}}]}\n\ndata:[DONE]\n\n'
+    assert (reader.reply().choices[0].token_ids, reader.reply().choices[0].text, reader.done) == ([5], "a", True)
