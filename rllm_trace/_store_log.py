@@ -21,7 +21,7 @@ import msgspec
 from rllm_trace._store_rows import Row
 from rllm_trace.types import Logprobs, TokenIds
 
-__all__ = ["LogWriter", "frame_of", "id_of_frame", "read_frames", "row_of_frame", "try_lock"]
+__all__ = ["Frames", "LogWriter", "end_of_frames", "frame_of", "id_of_frame", "read_frames", "row_of_frame", "try_lock"]
 
 _MAGIC: Final = b"rllmlog"
 _VERSION: Final = 1
@@ -122,6 +122,23 @@ def read_frames(path: Path, *, start: int = 0) -> Iterator[tuple[int, bytes | No
             if len(payload) < length:
                 return
             yield file.tell(), payload if zlib.crc32(payload) == checksum else None
+
+
+class Frames(msgspec.Struct, frozen=True):
+    """What a log holds."""
+
+    count: int
+    """Whole frames, damaged ones not counted."""
+    torn: bool
+    """Whether the file ends in the middle of a frame."""
+
+
+def end_of_frames(path: Path) -> Frames:
+    """How many frames the log has, and how it ends."""
+    count, end = 0, len(_HEADER)
+    for position, payload in read_frames(path):
+        count, end = count + (payload is not None), position
+    return Frames(count, path.stat().st_size > end)
 
 
 def id_of_frame(payload: bytes) -> str:
