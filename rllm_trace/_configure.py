@@ -85,7 +85,7 @@ def configure(
 def flush(timeout: float = 5.0) -> bool:
     """Waits until all that has ended is delivered. True only if it was, in time, and nothing was lost since the last flush."""
     deadline = time.monotonic() + timeout
-    delivered = recorder.wait_idle(timeout)
+    delivered = recorder.writer.wait_idle(timeout)
     for sink in (*recorder.span_sinks, *recorder.episode_sinks):
         in_time = False
         with guard("flush"):
@@ -107,7 +107,7 @@ def shutdown(timeout: float = 5.0) -> bool:
         delivered = flush(timeout)
         _close_sinks(max(0.0, deadline - time.monotonic()))
         recorder.refresh()
-        recorder.stop()
+        recorder.writer.stop()
         remove_all()
     return delivered
 
@@ -117,7 +117,7 @@ def _close_sinks(timeout: float) -> None:
     recorder.span_sinks, recorder.episode_sinks, recorder.store_tokens = (), (), False
     recorder.refresh()
     if episodes:
-        recorder.wait_idle(timeout)
+        recorder.writer.wait_idle(timeout)
     for sink in spans:
         with guard("exporter"):
             sink.close(timeout)

@@ -1,23 +1,18 @@
 """The process's one recorder: decides whether a workflow is recorded, and turns ended episodes into delivered records.
 
-On the app's thread an ended episode is put on a queue, nothing more; a writer thread makes the record and hands it to the inboxes and the
-store that were there when the episode started. The queue has a size: an episode that somebody waits for is then made by the thread that
-ended it, others are dropped whole and counted. The writer also watches the settle times.
+On the app's thread an ended episode is put on a queue, nothing more; the writer thread makes the record and hands it to the inboxes that
+were there when the episode started, to exporters and store. Where the queue is full, an episode that somebody waits for is made by the
+thread that ended it; others are dropped whole and counted.
 """
 
 from __future__ import annotations
 
 import collections
-import contextvars
-import heapq
-import itertools
 import os
-import queue
 import random
 import threading
-import time
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from rllm_trace import attributes as A
 from rllm_trace._context import current
@@ -25,6 +20,7 @@ from rllm_trace._guard import counters, guard
 from rllm_trace._inbox import Inbox, reset_lists
 from rllm_trace._open import OpenEpisode
 from rllm_trace._spans import Span
+from rllm_trace._writer import Writer
 from rllm_trace.episodes import build_episode
 from rllm_trace.types import Episode
 
@@ -33,7 +29,6 @@ __all__ = ["EpisodeSink", "Plan", "Recorder", "SpanSink", "recorder"]
 _MAX_QUEUED: Final = 4_096
 _MAX_REMEMBERED: Final = 10_000
 _OFF_WORDS: Final = frozenset({"", "0", "false", "no", "off"})
-_STOP: Final = None
 
 
 class EpisodeSink(Protocol):
@@ -108,12 +103,8 @@ class Recorder:
         self.inboxes: tuple[Inbox, ...] = ()
         self.open_episodes: dict[str, OpenEpisode] = {}
         self._lock = threading.RLock()
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._writer: threading.Thread | None = None
-        self._pending = 0
         self._dropped = 0
-        self._idle = threading.Condition()
-        self._serial = itertools.count()
+        self.writer = Writer(self._deliver, _MAX_QUEUED)
 
     # what is recorded
 
@@ -188,63 +179,28 @@ class Recorder:
         if episode.exported:
             _add_identity(span, episode)
             for sink in self.span_sinks:
-                sink.put(span)
+                with guard("exporter"):
+                    sink.put(span)
 
     def came_late(self, episode: OpenEpisode, span: Span) -> None:
         counters.add("late", "episode" if span.span_id == episode.root.span_id else span.kind)
         self.ended(episode, span)
 
     def returned(self, episode: OpenEpisode) -> None:
-        self._put((time.monotonic() + self.settle, next(self._serial), episode))
+        self.writer.settle(episode, self.settle)
 
     def done(self, episode: OpenEpisode) -> None:
         self.open_episodes.pop(episode.id, None)
-        with self._idle:
-            full = self._pending >= _MAX_QUEUED
-            if not full:
-                self._pending += 1
-        if not full:
-            self._put(episode)
-        elif episode.inboxes:
+        if self.writer.put(episode):
+            return
+        if episode.inboxes:
             self._deliver(episode)
         else:
             counters.add("dropped", "episode")
-            with self._idle:
+            with self._lock:
                 self._dropped += 1
 
-    # the writer
-
-    def _put(self, item: Any) -> None:
-        if self._writer is None:
-            self._start_writer()
-        self._queue.put(item)
-
-    def _start_writer(self) -> None:
-        with self._lock:
-            if self._writer is None:
-                self._writer = threading.Thread(target=self._write, args=(self._queue,), name="rllm-trace-writer", daemon=True)
-                _start_thread(self._writer)
-
-    def _write(self, items: queue.SimpleQueue[Any]) -> None:
-        settling: list[tuple[float, int, OpenEpisode]] = []
-        while True:
-            try:
-                item = items.get(timeout=max(0.0, settling[0][0] - time.monotonic()) if settling else None)
-            except queue.Empty:
-                _, _, late = heapq.heappop(settling)
-                with guard("settle"):
-                    late.expire("calls were still open after the settle time", "")
-                continue
-            if item is _STOP:
-                return
-            if isinstance(item, OpenEpisode):
-                self._deliver(item)
-                with self._idle:
-                    self._pending -= 1
-                    self._idle.notify_all()
-            else:
-                heapq.heappush(settling, item)
-            item = None  # a waiting writer keeps no episode alive
+    # the delivery, on the writer thread
 
     def _deliver(self, episode: OpenEpisode) -> None:
         record: Episode | None = None
@@ -262,7 +218,8 @@ class Recorder:
             if episode.exported or episode.stored:
                 self._export(episode, record)
         for inbox in episode.inboxes:
-            inbox.deliver(episode.id, record)
+            with guard("inbox"):
+                inbox.deliver(episode.id, record)
         self.delivered[episode.id] = (episode.trace_id, episode.root.span_id, episode.root.name)
         if len(self.delivered) > _MAX_REMEMBERED:
             self.delivered.popitem(last=False)
@@ -273,7 +230,8 @@ class Recorder:
             root = episode.root.copy()
             root.facts[A.REWARD_VALUE] = record.reward
             for sink in self.span_sinks:
-                sink.put(root)
+                with guard("exporter"):
+                    sink.put(root)
         if episode.stored:
             for sink in self.episode_sinks:
                 try:
@@ -281,24 +239,11 @@ class Recorder:
                 except Exception:  # noqa: BLE001 - a full disk must not end the writer
                     counters.add("failed", "episode delivery")
 
-    def wait_idle(self, timeout: float) -> bool:
-        """Blocks until every ended episode has been delivered. False: the deadline came first."""
-        with self._idle:
-            return self._idle.wait_for(lambda: not self._pending, max(0.0, timeout))
-
     def forget_dropped(self) -> int:
         """How many episodes were dropped since it was last asked."""
-        with self._idle:
+        with self._lock:
             dropped, self._dropped = self._dropped, 0
             return dropped
-
-    def stop(self) -> None:
-        """Ends the writer thread once its queue is empty; it comes back when it is needed."""
-        with self._lock:
-            writer, self._writer = self._writer, None
-            if writer is not None:
-                self._queue.put(_STOP)
-                self._queue = queue.SimpleQueue()
 
 
 def _add_identity(span: Span, episode: OpenEpisode) -> None:
@@ -306,11 +251,6 @@ def _add_identity(span: Span, episode: OpenEpisode) -> None:
         span.facts[A.TASK_ID] = episode.task_id
     if episode.session_id is not None:
         span.facts[A.SESSION_ID] = episode.session_id
-
-
-def _start_thread(thread: threading.Thread) -> None:
-    """Starts it in an empty context, so that it carries nothing of the app along."""
-    contextvars.Context().run(thread.start)
 
 
 def _count(record: Episode) -> None:

@@ -198,7 +198,7 @@ def _give(episode: OpenEpisode, given: list[Reward]) -> bool:
 def _give_late(episode_id: str, given: list[Reward]) -> None:
     """Gives the rewards to an episode that has ended."""
     known = recorder.delivered.get(episode_id)
-    if known is None and recorder.wait_idle(_HANDOVER):
+    if known is None and recorder.writer.wait_idle(_HANDOVER):
         known = recorder.delivered.get(episode_id)
     replaced = replace_delivered(episode_id, lambda episode: with_rewards(episode, given))
     if known is not None and recorder.span_sinks:

@@ -21,6 +21,7 @@ import msgspec
 from rllm_trace import attributes as A
 from rllm_trace._context import carry
 from rllm_trace._inbox import Episodes, Inbox
+from rllm_trace._instruments import ensure_instrumented
 from rllm_trace._open import OpenEpisode
 from rllm_trace._recorder import recorder
 from rllm_trace.exceptions import ConfigurationError
@@ -110,6 +111,7 @@ def rollout(
     recorder.check_environment()
     if recorder.disabled:
         raise ConfigurationError(f"{A.ENV_DISABLED} is set, so nothing can be recorded and nothing trained: unset it")
+    ensure_instrumented()
     handle = Rollout(task_id=task_id, metadata=metadata, seed=seed)
     before = _rollout.get()
     recorder.count_rollout(+1)

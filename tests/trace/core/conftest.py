@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 import rllm_trace as rllm
 from rllm_trace._calldata import CallData
 from rllm_trace._calls import open_call

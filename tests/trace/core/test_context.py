@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+
 import rllm_trace as rllm
 from rllm_trace._calls import open_call
 from rllm_trace._context import current
@@ -393,7 +394,7 @@ def test_the_scope_is_gone_after_every_way_out() -> None:
     async def main() -> None:
         await app("return")
         assert current() is None
-        with pytest.raises(ValueError, match="^$"):
+        with pytest.raises(ValueError, match=r"^$"):
             await app("raise")
         assert current() is None
         with pytest.raises(TimeoutError):

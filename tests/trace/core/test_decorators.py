@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
+
 import rllm_trace as rllm
 from rllm_trace._context import current
 
@@ -204,11 +205,11 @@ def test_a_callable_object_with_an_async_call_is_recorded_while_it_runs(call: An
 
 def test_what_cannot_be_decorated_is_refused_with_what_to_do() -> None:
     """A class, a value and an empty name each get one clear error."""
-    with pytest.raises(rllm.ConfigurationError, match="got the class .*Team; decorate the method"):
+    with pytest.raises(rllm.ConfigurationError, match=r"got the class .*Team; decorate the method"):
         rllm.workflow(Team)
     with pytest.raises(rllm.ConfigurationError, match="got 3 of type int; expected a function"):
         rllm.tool(3)  # type: ignore[arg-type]
-    with pytest.raises(rllm.ConfigurationError, match='such as @rllm.agent\\("solver"\\)'):
+    with pytest.raises(rllm.ConfigurationError, match=r'such as @rllm\.agent\("solver"\)'):
         rllm.agent("")
     with pytest.raises(rllm.ConfigurationError, match="got '' as the name of a workflow"):
         rllm.workflow(name="")
@@ -272,7 +273,11 @@ def test_closing_a_generator_ends_its_episode_as_completed() -> None:
             other.close()  # type: ignore[attr-defined]
         del other
         gc.collect()
-    assert [(episode.termination, episode.output) for episode in episodes] == [("completed", [0]), ("completed", [0]), ("completed", [1, 2])]
+    assert [(episode.termination, episode.output) for episode in episodes] == [
+        ("completed", [0]),
+        ("completed", [0]),
+        ("completed", [1, 2]),
+    ]
 
 
 def test_an_async_generator_keeps_asend_athrow_and_aclose() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from rllm_trace import attributes as A
 from rllm_trace._calldata import CallData
 from rllm_trace._spans import Span
@@ -15,7 +16,9 @@ from rllm_trace.exceptions import UnknownEpisodeError
 from rllm_trace.types import Choice, ErrorInfo, Reward, TokenIds
 
 
-def span(kind: Any, span_id: str, *, started: int, trajectory: tuple[str, str] = ("w", "app"), parent: str | None = "w", **fields: Any) -> Span:
+def span(
+    kind: Any, span_id: str, *, started: int, trajectory: tuple[str, str] = ("w", "app"), parent: str | None = "w", **fields: Any
+) -> Span:
     return Span(
         kind=kind,
         name=fields.pop("name", kind),
@@ -38,7 +41,9 @@ def root(**facts: Any) -> Span:
 def data(content: str = "hi", **fields: Any) -> CallData:
     body = {"model": "m", "messages": [{"role": "user", "content": content}]}
     given: dict[str, Any] = {"request": msgspec.json.encode(body), "exact": True, "complete": True, **fields}
-    return CallData(operation=fields.get("operation", "chat"), model="m", requested_model="m", **{k: v for k, v in given.items() if k != "operation"})
+    return CallData(
+        operation=fields.get("operation", "chat"), model="m", requested_model="m", **{k: v for k, v in given.items() if k != "operation"}
+    )
 
 
 def test_spans_in_any_order_give_the_same_episode() -> None:
@@ -50,7 +55,14 @@ def test_spans_in_any_order_give_the_same_episode() -> None:
         span("chat", "c1", started=5, trajectory=("a1", "solver"), call=data("first")),
         span("chat", "c2", started=4, trajectory=("a2", "solver"), call=data("second")),
         span("chat", "c3", started=9, call=data("outside")),
-        span("tool", "x1", started=6, trajectory=("a2", "solver"), name="search", facts={A.TOOL_CALL_ARGUMENTS: {"q": 1}, A.TOOL_CALL_RESULT: "r"}),
+        span(
+            "tool",
+            "x1",
+            started=6,
+            trajectory=("a2", "solver"),
+            name="search",
+            facts={A.TOOL_CALL_ARGUMENTS: {"q": 1}, A.TOOL_CALL_RESULT: "r"},
+        ),
     ]
     expected = build_episode(spans)
     assert [(t.id, t.name, [c.span_id for c in t.calls], [x.name for x in t.tools]) for t in expected.trajectories] == [
@@ -103,7 +115,14 @@ def test_the_workflows_facts_are_in_the_episode() -> None:
     workflow.error = error
     e = build_episode([workflow])
     assert (e.id, e.trace_id, e.span_id, e.workflow, e.input, e.output, e.task_id) == ("e", "t", "w", "app", {"x": 1}, "y", "t7")
-    assert (e.session_id, e.metadata, e.parent_episode_id, e.open_calls, e.termination, e.error) == ("s", {"k": [1]}, "p", 2, "failed", error)
+    assert (e.session_id, e.metadata, e.parent_episode_id, e.open_calls, e.termination, e.error) == (
+        "s",
+        {"k": [1]},
+        "p",
+        2,
+        "failed",
+        error,
+    )
 
 
 def test_the_request_as_sent_is_split_into_messages_tools_and_sampling() -> None:
@@ -130,7 +149,7 @@ def test_the_request_as_sent_is_split_into_messages_tools_and_sampling() -> None
 
 
 @pytest.mark.parametrize(
-    ("operation", "body", "messages"),
+    "operation, body, messages",
     [
         ("text_completion", {"prompt": [1, 2]}, [{"role": "prompt", "content": [1, 2]}]),
         ("responses", {"input": "hi", "instructions": "be"}, [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]),
@@ -151,7 +170,7 @@ def test_a_request_that_is_no_json_object_is_a_call_that_is_not_exact(request_bo
 
 
 @pytest.mark.parametrize(
-    ("of_span", "of_data", "trainable"),
+    "of_span, of_data, trainable",
     [
         ({}, {}, True),
         ({"no_train": True}, {}, False),
@@ -232,7 +251,9 @@ def test_of_two_rewards_of_one_name_in_one_scope_the_later_counts() -> None:
 
 def test_no_reward_is_none_and_never_zero() -> None:
     """An episode that was given nothing has no reward; an agent inherits none."""
-    episode = build_episode([root(), span("agent", "a", started=1, trajectory=("a", "s"), name="s"), reward_span("r", 2, Reward(name="x", value=0.0))])
+    episode = build_episode(
+        [root(), span("agent", "a", started=1, trajectory=("a", "s"), name="s"), reward_span("r", 2, Reward(name="x", value=0.0))]
+    )
     assert episode.reward == 0.0
     assert episode.trajectories[0].reward is None
     assert build_episode([root()]).reward is None
