@@ -143,7 +143,7 @@ def _run(ask: Ask, plan: RunPlan, report: Report, stop: threading.Event) -> FitR
         open_.callback(runner.close)
         log = RolloutLog(run_dir)
         open_.callback(log.close)
-        metrics = MetricsLog(run_dir, resume_after=plan.state.step if plan.checkpoint is not None else None)
+        metrics = MetricsLog(run_dir, resume_after=plan.state.step if plan.resumed else None)
         open_.callback(metrics.close)
         evaluator = None
         if plan.eval_tasks:
@@ -167,7 +167,7 @@ def _run(ask: Ask, plan: RunPlan, report: Report, stop: threading.Event) -> FitR
             log=log,
             report=report,
             stop=stop,
-            begun=read_rollouts(run_dir, steps=[plan.state.step + 1]) if plan.checkpoint is not None else None,
+            begun=read_rollouts(run_dir, steps=[plan.state.step + 1]) if plan.resumed else None,
         )
         checkpoints = Checkpoints(run_dir, settings.keep)
         parts = Parts(
@@ -186,7 +186,7 @@ def _run(ask: Ask, plan: RunPlan, report: Report, stop: threading.Event) -> FitR
         loop.run()
         newest = checkpoints.latest()
     assert newest is not None, "the loop writes a checkpoint before it returns"
-    export_model(plan.model, newest[1], run_dir / MODEL_FOLDER)
+    export_model(newest[1], run_dir / MODEL_FOLDER)
     return _result(plan, before, loop.last_evaluation, metrics.lines, report)
 
 
@@ -208,7 +208,7 @@ def _before(plan: RunPlan, evaluator: Evaluator | None, metrics: MetricsLog, rep
     if evaluator is None:
         return None
     path = plan.run_dir / BEFORE_FILE
-    if plan.checkpoint is not None and path.exists():
+    if plan.resumed and path.exists():
         return msgspec.json.decode(path.read_bytes(), type=Evaluation)
     found = evaluator.run(step=0, version=plan.state.version, greedy=plan.settings.eval_greedy)
     report.evaluation("before", found.sampled.interval, found.greedy.interval if found.greedy else None, found.sampled.failures)

@@ -28,8 +28,7 @@ _STATE = "state.json"
 _ENGINE = "engine"
 _LOCK = ".lock"
 SETTINGS_FILE = "settings.json"
-_WEIGHTS = frozenset({".safetensors", ".bin", ".gguf", ".pt", ".pth"})
-_NOT_OF_THE_MODEL = frozenset({"optimizer.safetensors"})
+_OF_THE_ENGINE = re.compile(r"optimizer\.safetensors|random-\d+\.safetensors|engine\.json|rllm-files\.json")
 _NAME = re.compile(r"step-(\d{6})")
 
 
@@ -143,19 +142,13 @@ def require_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             )
 
 
-def export_model(base: Path, saved: Path, target: Path) -> None:
-    """A Hugging Face folder of its own: weights as saved, and whatever else the base model's folder has.
-
-    Large files are linked, not copied, where the disk can; the folder appears whole or not at all.
-    """
+def export_model(saved: Path, target: Path) -> None:
+    """The Hugging Face folder in what an engine saved, as a folder of its own: linked, not copied, where the disk can."""
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    for file in base.iterdir():
-        if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, temporary / file.name)
     for file in saved.iterdir():
-        if file.name not in _NOT_OF_THE_MODEL and not file.name.startswith("random-"):
+        if not _OF_THE_ENGINE.fullmatch(file.name):
             _link_or_copy(file, temporary / file.name)
     _sync_tree(temporary)
     shutil.rmtree(target, ignore_errors=True)

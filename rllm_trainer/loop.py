@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
+from typing import Protocol
 
 import msgspec
 
 from rllm_trace.routing import CallSites
-from rllm_trainer.advantages import credit
+from rllm_trainer.advantages import Estimator, credit
 from rllm_trainer.batching import make_batch
 from rllm_trainer.checkpoint import Checkpoints, State
 from rllm_trainer.config import Settings
@@ -26,8 +27,7 @@ from rllm_trainer.exceptions import RunStopped
 from rllm_trainer.measures import (
     batch_measures,
     evaluation_measures,
-    gap_measures,
-    gap_rows,
+    probe_rows,
     rollout_measures,
     sample_measures,
     swap_measures,
@@ -53,7 +53,14 @@ from rllm_trainer.trainability import (
 )
 from rllm_trainer.types import Batch, Rollout
 
-__all__ = ["Loop", "Parts"]
+__all__ = ["Loop", "Parts", "TrainingEngine"]
+
+
+class TrainingEngine(Engine, Estimator, Protocol):
+    """Updates the weights, and runs the rules of credit."""
+
+    vocab_size: int
+    """Ids at or above it are no tokens of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +68,7 @@ class Parts:
     """What the loop puts in order."""
 
     settings: Settings
-    engine: Engine
+    engine: TrainingEngine
     server: Server | None
     """None: a replay; nothing is served."""
     source: Source
@@ -123,8 +130,8 @@ class Loop:
         self._look(collected, samples)
         counters = reduce(add, (s.counters for s in samples.values()), Counters())
         line = rollout_measures(collected.groups, collected.seconds) | sample_measures(counters, collected.seconds)
-        batch = self._batch(step, collected, samples)
-        line |= batch_measures(batch)
+        batch, credited = self._batch(step, collected, samples)
+        line |= credited | batch_measures(batch)
         if self._learns(batch):
             line |= self._learn(step, batch)
         else:
@@ -150,6 +157,7 @@ class Loop:
                 max_len=settings.max_model_len,
                 overlong=settings.overlong,
                 mask_truncated=settings.mask_truncated,
+                vocab_size=self._parts.engine.vocab_size,
             )
             for episode in training_view(episodes)
         }
@@ -166,24 +174,27 @@ class Loop:
         for sentence in site_findings(sites):
             self._parts.report.warn(sentence)
 
-    def _batch(self, step: int, collected: Collected, samples: dict[str, SampleSet]) -> Batch:
-        rows = credit(collected.groups, samples, settings=self._parts.settings)
-        return make_batch(rows, settings=self._parts.settings, step=step, policy_version=self.state.version)
+    def _batch(self, step: int, collected: Collected, samples: dict[str, SampleSet]) -> tuple[Batch, dict[str, float]]:
+        settings = self._parts.settings
+        rows = credit(collected.groups, samples, settings=settings, estimator=self._parts.engine)
+        return make_batch(rows, settings=settings, step=step, policy_version=self.state.version), rows.counters.measures()
 
     def _learns(self, batch: Batch) -> bool:
         """Whether the update can move the weights: some advantage, or a term that needs none."""
         settings = self._parts.settings
+        if not batch.rows:
+            return False
         return bool(settings.kl_coef or settings.entropy_coef) or any(row.advantages.any() for row in batch.rows)
 
     def _learn(self, step: int, batch: Batch) -> dict[str, float]:
         settings, engine = self._parts.settings, self._parts.engine
         assert settings.lr is not None
-        measured = gap_rows([row.sample for row in batch.rows])
-        rows, temperatures = [s.token_ids for s in measured], [s.temperature for s in measured]
-        old = engine.logprobs(rows, temperatures=temperatures)
         lr = learning_rate(step, peak=settings.lr, schedule=settings.schedule, warmup_steps=settings.warmup_steps, steps=self.state.steps)
-        line = gap_measures(measured, old) | update_measures(engine.update(batch, lr=lr))
         version = self.state.version + 1
+        probed = probe_rows([row.sample for row in batch.rows]) if self._parts.server is not None else []
+        rows, temperatures = [s.token_ids for s in probed], [s.temperature for s in probed]
+        old = engine.logprobs(rows, temperatures=temperatures)
+        line = update_measures(engine.update(batch, lr=lr))
         if self._parts.server is not None:
             new = engine.logprobs(rows, temperatures=temperatures)
             probe = pick_probe(rows, old, new, temperature=temperatures[0])
@@ -206,4 +217,5 @@ class Loop:
         self._parts.metrics.write(state.step, evaluation_measures(found))
 
     def _save(self) -> None:
-        self._parts.checkpoints.save(self.state, self._parts.engine)
+        if self.state.step > 0:
+            self._parts.checkpoints.save(self.state, self._parts.engine)

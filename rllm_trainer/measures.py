@@ -16,13 +16,12 @@ from rllm_trainer.metrics import EVAL_GREEDY, EVAL_SAMPLED, REWARD_MEAN
 from rllm_trainer.rollout.faults import leaves_gradient
 from rllm_trainer.samples import Counters
 from rllm_trainer.serving.base import SwapReport
-from rllm_trainer.types import Batch, Float32, Group, Sample
+from rllm_trainer.types import Batch, Group, Sample
 
 __all__ = [
     "batch_measures",
     "evaluation_measures",
-    "gap_measures",
-    "gap_rows",
+    "probe_rows",
     "rollout_measures",
     "sample_measures",
     "swap_measures",
@@ -31,8 +30,8 @@ __all__ = [
 
 Measures = dict[str, float]
 
-_GAP_TOKENS = 1024
-"""Tokens that go through the model to measure the gap between trainer and server, and again to prove a swap."""
+_PROBE_TOKENS = 1024
+"""Tokens that go through the model before and after an update, so that the server can be compared with both."""
 
 
 def rollout_measures(groups: Sequence[Group], seconds: float) -> Measures:
@@ -93,31 +92,14 @@ def batch_measures(batch: Batch) -> Measures:
     return found
 
 
-def gap_rows(samples: Sequence[Sample]) -> list[Sample]:
-    """Rows to measure the gap and prove the swap on: evenly drawn, of one temperature, at most ``_GAP_TOKENS`` tokens or one row."""
+def probe_rows(samples: Sequence[Sample]) -> list[Sample]:
+    """Rows to prove the swap on: evenly drawn, of one temperature, at most ``_PROBE_TOKENS`` tokens or one row."""
     if not samples:
         return []
     samples = [s for s in samples if s.temperature == samples[0].temperature]
     mean = sum(len(s.token_ids) for s in samples) / len(samples)
-    count = max(1, min(len(samples), int(_GAP_TOKENS / mean)))
+    count = max(1, min(len(samples), int(_PROBE_TOKENS / mean)))
     return [samples[i * len(samples) // count] for i in range(count)]
-
-
-def gap_measures(samples: Sequence[Sample], logprobs: Sequence[Float32]) -> Measures:
-    """|server - trainer| over the sampled tokens of rows, in nats."""
-    parts = [
-        np.abs(sample.logprobs - ours)[sample.trained_mask & np.isfinite(sample.logprobs)]
-        for sample, ours in zip(samples, logprobs, strict=True)
-    ]
-    gaps = np.concatenate(parts) if parts else np.zeros(0, np.float32)
-    if not len(gaps):
-        return {}
-    return {
-        "gap/mean": float(gaps.mean()),
-        "gap/p99": float(np.percentile(gaps, 99)),
-        "gap/max": float(gaps.max()),
-        "gap/tokens": len(gaps),
-    }
 
 
 def update_measures(update: UpdateReport) -> Measures:

@@ -59,6 +59,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     model: Path
     run_dir: Path
     state: State
+    resumed: bool
+    """The run is continued: what it has on file counts."""
     checkpoint: Path | None
     """What the engine continues from; None: it starts from the model."""
     facts: dict[str, str]
@@ -111,6 +113,7 @@ def plan_run(ask: Ask, report: Report) -> RunPlan:
         model=model,
         run_dir=run_dir,
         state=state,
+        resumed=bool(resume),
         checkpoint=None if found is None else found[1],
         facts=facts,
         rows=table(settings, ask.given),
@@ -225,7 +228,7 @@ def _facts(
 
 def _say(plan: RunPlan, binder: Binder, report: Report) -> None:
     report.settings(plan.rows, plan.facts)
-    if plan.checkpoint is not None:
+    if plan.resumed:
         report.note(f"continuing after step {plan.state.step}")
     first = plan.tasks.tasks[0] if isinstance(plan.tasks, FixedTasks) else plan.tasks.first
     unused = binder.unused(first.row)

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from rllm_trace.routing import CallSites, Route
 from rllm_trainer.config import Settings
-from rllm_trainer.engine.base import Engine
+from rllm_trainer.loop import TrainingEngine
 from rllm_trainer.rollout.runner import RunInterrupted
 from rllm_trainer.serving.base import Server
 
@@ -34,7 +34,7 @@ T = TypeVar("T", bound=_Closable)
 
 
 @contextmanager
-def running(settings: Settings, model: Path, run_dir: Path, stop: threading.Event) -> Generator[tuple[Engine, Server]]:
+def running(settings: Settings, model: Path, run_dir: Path, stop: threading.Event) -> Generator[tuple[TrainingEngine, Server]]:
     """Both, started side by side. Raises what a start raised; ``RunInterrupted`` where the stop event was set meanwhile."""
     engine = _started("engine", lambda: start_engine(settings, model, run_dir))
     server = _started("server", lambda: start_server(settings, model, run_dir))
@@ -59,7 +59,7 @@ def serving(settings: Settings, model: Path, run_dir: Path, stop: threading.Even
         _close(server)
 
 
-def start_engine(settings: Settings, model: Path, run_dir: Path) -> Engine:
+def start_engine(settings: Settings, model: Path, run_dir: Path) -> TrainingEngine:
     """What updates the weights."""
     from rllm_trainer.engine.verl import VerlEngine
 

@@ -140,7 +140,7 @@ _STEP_WORDS: tuple[tuple[str, str], ...] = (
     ("tokens/trained", "trained tokens {:.0f}"),
     ("loss", "loss {:.4f}"),
     ("grad_norm", "grad norm {:.3f}"),
-    ("gap/mean", "logprob gap {:.1e}"),
+    ("rollout/logprob_diff_mean", "logprob gap {:.1e}"),
     ("swap/seconds", "swap {:.2f} s"),
     ("seconds", "{:.1f} s"),
     (EVAL_SAMPLED, "held-out {:.3f}"),
