@@ -99,7 +99,7 @@ def _find_arrays(body: bytes, key: bytes, spans: list[tuple[int, int, int]], fou
             end = body.find(b"]", value) + 1
             if end == 0:
                 raise CutError("array without end")
-            spans.append((at, end, -1))
+            spans.append((at, end, value))
             found.append(body[value:end])
         at = body.find(key, end)
 
@@ -141,17 +141,20 @@ def _closed(body: bytes, at: int, depth: int) -> int:
 
 
 def _without_spans(body: bytes, spans: list[tuple[int, int, int]]) -> bytes:
-    """The body without the spans: one that carries its own start as third number becomes null, others go with one comma."""
+    """The body without the spans: a span is (start, end, where its value starts; -1 if it may not be null instead of gone).
+
+    A span that starts with its value becomes null; others go with one comma, or become null where the server spells nulls out.
+    """
     spans.sort()
-    spells_nulls = body.find(_NULLS_MARK, spans[-1][1]) >= 0
+    last = max((end for _, end, value in spans if value >= 0), default=-1)
+    spells_nulls = last >= 0 and body.find(_NULLS_MARK, last) >= 0
     pieces: list[bytes] = []
     done = 0
     first = False
-    for start, end, as_null in spans:
+    for start, end, value in spans:
         if start < done:
             raise CutError("arrays within arrays")
-        if as_null >= 0 or spells_nulls:
-            value = as_null if as_null >= 0 else _value_at(body, body.index(b'"', start + 1) + 1)
+        if value == start or (spells_nulls and value >= 0):
             pieces += (body[done:value], b"null")
             done, first = end, False
             continue
@@ -176,18 +179,26 @@ def _without_spans(body: bytes, spans: list[tuple[int, int, int]]) -> bytes:
 def without(body: bytes, *, ids: bool, logprobs: bool, versions: bool = False) -> bytes:
     """The same as ``cut(...).rest`` for any layout, by parsing. Raises ``msgspec.DecodeError`` if the body is no JSON object."""
     members = _object(body)
+    spells_nulls = "kv_transfer_params" in members
+
+    def take(item: dict[str, msgspec.Raw], name: str, *, as_null: bool) -> None:
+        if name in item and bytes(cast(Any, item[name])) != b"null":
+            if as_null:
+                item[name] = _NULL
+            else:
+                del item[name]
+
     if ids:
-        members.pop(PROMPT_IDS, None)
+        take(members, PROMPT_IDS, as_null=spells_nulls)
     if versions and _VERSION_MARK in bytes(cast(Any, members.get(METADATA, b""))):
-        members.pop(METADATA)
+        del members[METADATA]
     raw = members.get("choices")
     if raw is not None and bytes(cast(Any, raw)) != b"null":
         choices = _objects(raw)
         for choice in choices:
-            if ids:
-                for name in (PROMPT_IDS, *IDS):
-                    choice.pop(name, None)
-            if logprobs and LOGPROBS in choice:
-                choice[LOGPROBS] = _NULL
+            for name in (PROMPT_IDS, *IDS) if ids else ():
+                take(choice, name, as_null=spells_nulls)
+            if logprobs:
+                take(choice, LOGPROBS, as_null=True)
         members["choices"] = msgspec.Raw(_encode(choices))
     return _encode(members)
