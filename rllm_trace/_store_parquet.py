@@ -188,7 +188,8 @@ def read_rows(path: Path, keep: Callable[[Row], bool] | None = None) -> Iterator
         for batch in file.iter_batches(batch_size=_BATCH_ROWS):
             found = _with_integers(pa, batch)
             if keep is not None:
-                found = found.filter(pa.array([keep(row) for row in found.select(list(FILTERED)).to_pylist()], pa.bool_()))
+                columns = found.select([name for name in FILTERED if name in found.schema.names])
+                found = found.filter(pa.array([keep(row) for row in columns.to_pylist()], pa.bool_()))
             if found.num_rows:
                 yield from _values(pa, found.to_struct_array())
 

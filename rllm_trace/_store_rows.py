@@ -7,6 +7,7 @@ tokens after those; its messages likewise. Values of any shape are JSON text (``
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
@@ -22,6 +23,8 @@ Row = dict[str, Any]
 
 _BLOCK: Final = 64
 """Bytes of ids that are looked up at once: a shared beginning shorter than 16 tokens is not worth a reference."""
+_CANDIDATES: Final = 8
+"""Sequences that are compared id by id, of those that share equally many blocks."""
 
 _EPISODE_SCALARS: Final = (
     "id", "trace_id", "span_id", "task_id", "session_id", "parent_episode_id", "workflow", "termination", "reward",
@@ -149,8 +152,8 @@ class _Sequences:
     def __init__(self) -> None:
         self._known: list[tuple[int, int | None, bytes]] = []
         """(call, reply or None, bytes of ids)."""
-        self._blocks: dict[int, int] = {}
-        """Hash of a chain of blocks to the last sequence that begins with it."""
+        self._blocks: dict[int, collections.deque[int]] = {}
+        """Hash of a chain of blocks to the last sequences that begin with it."""
         self._pending: list[tuple[int, ModelCall]] = []
 
     def add(self, number: int, call: ModelCall) -> None:
@@ -167,11 +170,10 @@ class _Sequences:
             self._index(number, earlier)
         self._pending.clear()
         data = ids.tobytes()
-        best = self._longest(data) if self._known else None
-        number, choice, known = (None, None, b"") if best is None else self._known[best]
-        shared = _common_ids(memoryview(data), memoryview(known))
+        shared, best = max(((_common_ids(data, self._known[known][2]), known) for known in self._candidates(data)), default=(0, 0))
         if not shared:
             return {"prompt_from": None, "prompt_choice": None, "prompt_shared": 0, "prompt_new": ids}
+        number, choice, _ = self._known[best]
         return {"prompt_from": number, "prompt_choice": choice, "prompt_shared": shared, "prompt_new": TokenIds(ids[shared:])}
 
     def _index(self, number: int, call: ModelCall) -> None:
@@ -182,12 +184,13 @@ class _Sequences:
             known = len(self._known)
             data = prompt if reply is None else prompt + reply.tobytes()
             self._known.append((number, position, data))
-            self._blocks.update(dict.fromkeys(chains, known))
-            self._blocks.update(dict.fromkeys(_chains(data, len(chains), chains[-1] if chains else 0), known))
+            for chain in (*chains, *_chains(data, len(chains), chains[-1] if chains else 0)):
+                self._blocks.setdefault(chain, collections.deque(maxlen=_CANDIDATES)).append(known)
 
-    def _longest(self, data: bytes) -> int | None:
-        best = None
-        for chain in _chains(data):
+    def _candidates(self, data: bytes) -> Sequence[int]:
+        """The sequences that share the most whole blocks with ``data``."""
+        best: Sequence[int] = ()
+        for chain in _chains(data) if self._blocks else ():
             known = self._blocks.get(chain)
             if known is None:
                 break
@@ -204,8 +207,9 @@ def _chains(data: bytes, skip: int = 0, chain: int = 0) -> list[int]:
     return found
 
 
-def _common_ids(one: memoryview, other: memoryview) -> int:
+def _common_ids(data: bytes, known: bytes) -> int:
     """How many ids the two begin with in common."""
+    one, other = memoryview(data), memoryview(known)
     low, high = 0, min(len(one), len(other)) // 4
     while low < high:
         middle = (low + high + 1) // 2

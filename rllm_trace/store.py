@@ -294,7 +294,7 @@ class _Wanted:
 
     def row(self, row: Row) -> bool:
         return (
-            all(row[name] == value for name, value in self._exact.items())
+            all(row.get(name) == value for name, value in self._exact.items())
             and (self._ids is None or row["id"] in self._ids)
             and (self._since is None or row["started"] >= self._since)
             and (self._until is None or row["started"] < self._until)

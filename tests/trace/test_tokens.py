@@ -56,7 +56,7 @@ def test_text_that_is_no_packed_array_is_refused() -> None:
     """Three bytes are no int32, and a comma is no base64."""
     with pytest.raises(ValueError, match="multiple of"):
         unpack_ids("AQAA")
-    with pytest.raises(ValueError, match="base64|characters"):
+    with pytest.raises(ValueError, match=r"base64|characters"):
         unpack_ids("AQ,AAA==")
 
 
