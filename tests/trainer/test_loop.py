@@ -1,0 +1,181 @@
+"""The loop on recorded groups, through the real engine: what it trains follows from the records alone."""
+
+import math
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+
+from rllm_trace.routing import CallSites
+from rllm_trace.types import Logprobs
+from rllm_trainer.checkpoint import Checkpoints, State
+from rllm_trainer.config import make_settings
+from rllm_trainer.engine.verl import VerlEngine
+from rllm_trainer.exceptions import TooManyFaults
+from rllm_trainer.loop import Loop, Parts
+from rllm_trainer.metrics import MetricsLog, read_metrics
+from rllm_trainer.models import resolve_model
+from rllm_trainer.report import Report
+from rllm_trainer.rollout.record import RolloutLog, read_rollouts
+from rllm_trainer.rollout.runner import RunInterrupted
+from rllm_trainer.rollout.source import RecordedSource
+from rllm_trainer.testing import make_call, make_choice, make_episode
+from rllm_trainer.types import Rollout
+
+STEPS, TASKS, GROUP = 6, 2, 4
+GIVEN = {"lr": 1e-3, "batch_tasks": TASKS, "group_size": GROUP, "schedule": "linear", "threads": 1, "save_every": 100}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    settings = make_settings(GIVEN | {"steps": STEPS})
+    with VerlEngine.start(resolve_model("tiny-qwen2"), settings, tmp_path_factory.mktemp("engine")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Six steps of two groups of two-call episodes, written to a run folder and read back."""
+    folder = tmp_path_factory.mktemp("recorded")
+    random = np.random.default_rng(0)
+    log = RolloutLog(folder)
+    for step in range(1, STEPS + 1):
+        for task in range(TASKS):
+            for index in range(GROUP):
+                log.write(_rollout(step, f"task-{step}-{task}", index, random), step=step, split="train")
+    log.close()
+    return read_rollouts(folder)
+
+
+def _rollout(step, task_id, index, random):
+    prompt = random.integers(0, 200, 12).tolist()
+    first, tool, second = (random.integers(0, 200, size).tolist() for size in (6, 3, 4))
+    replies = [make_choice(ids, logprobs=Logprobs([-math.log(260.0)] * len(ids))) for ids in (first, second)]
+    calls = [make_call("a", prompt, replies[0]), make_call("b", prompt + first + tool, replies[1], started=1)]
+    episode = make_episode(*calls, episode_id=f"{task_id}-{index}", task_id=task_id)
+    reward = float(random.integers(0, 2))
+    return Rollout(task_id=task_id, index=index, row={"q": task_id}, episode=episode, reward=reward, rewards={"r": reward})
+
+
+@pytest.fixture
+def loop_of(engine, tmp_path):
+    """Makes loops over recorded groups, in folders of their own; closes what they open."""
+    opened = []
+
+    def make(source, folder, *, state=None, steps=STEPS, stop=None, sites=None):
+        settings = make_settings(GIVEN | {"steps": STEPS})
+        run_dir = tmp_path / folder
+        run_dir.mkdir(exist_ok=True)
+        opened.append(MetricsLog(run_dir))
+        parts = Parts(
+            settings=settings,
+            engine=engine,
+            server=None,
+            source=source,
+            evaluator=None,
+            sites=sites,
+            metrics=opened[-1],
+            checkpoints=Checkpoints(run_dir, settings.keep),
+            report=Report(progress=False),
+            stop=stop or threading.Event(),
+        )
+        return Loop(parts, msgspec.structs.replace(state or State(), steps=steps))
+
+    yield make
+    for log in opened:
+        log.close()
+
+
+def restart(engine):
+    engine.restart(make_settings(GIVEN | {"steps": STEPS}))
+
+
+def test_three_steps_and_three_more_are_six(engine, recorded, loop_of, tmp_path):
+    """Six steps on recorded episodes leave the weights that three, a resume and three more leave, bit for bit."""
+    restart(engine)
+    untouched = engine.export_weights(0).digest
+    whole = loop_of(RecordedSource(recorded), "whole")
+    assert whole.run().step == STEPS
+    six = engine.export_weights(99).digest
+
+    restart(engine)
+    assert engine.export_weights(0).digest == untouched
+
+    class StopsAfterThree(RecordedSource):
+        def collect(self, step, version):
+            if step == 3:
+                stop.set()
+            return super().collect(step, version)
+
+    stop = threading.Event()
+    half = loop_of(StopsAfterThree(recorded), "half", stop=stop)
+    with pytest.raises(RunInterrupted):
+        half.run()
+    three = engine.export_weights(3).digest
+
+    restart(engine)
+    state, saved = Checkpoints(tmp_path / "half", 2).latest()
+    assert (state.step, state.version) == (3, 3)
+    engine.load(saved)
+    assert engine.export_weights(3).digest == three
+    resumed = loop_of(RecordedSource(recorded), "half", state=state)
+    assert resumed.run().step == STEPS
+    assert len({untouched, three, six}) == 3
+    assert engine.export_weights(99).digest == six
+
+
+def test_the_schedule_and_the_metrics_follow_the_steps(engine, recorded, loop_of, tmp_path):
+    """Every step is a line; the learning rate falls linearly; rewards and tokens are those of the records."""
+    restart(engine)
+    loop_of(RecordedSource(recorded), "run", steps=2).run()
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [(line["step"], line["lr"], line["version"]) for line in lines] == [(1, 1e-3, 1), (2, 5e-4, 2)]
+    for line in lines:
+        rewards = [r.reward for r in recorded[int(line["step"])]]
+        assert line["reward/mean"] == sum(rewards) / len(rewards)
+        assert (line["tokens/sampled"], line["tokens/trained"], line["rows"]) == (80, 80, 8)
+        assert (line["episodes/multi_call_share"], line["episodes/one_row_share"]) == (1, 1)
+
+
+def test_rows_that_run_out_end_the_run(engine, recorded, loop_of, tmp_path):
+    """A source that has no more groups ends the run with a checkpoint of the last step."""
+    restart(engine)
+    loop = loop_of(RecordedSource({1: recorded[1]}), "run")
+    assert loop.run().step == 1
+    assert Checkpoints(tmp_path / "run", 2).latest()[0].step == 1
+
+
+def test_equal_rewards_leave_the_weights(engine, recorded, loop_of):
+    """A batch whose groups have equal rewards is counted and teaches nothing: the weights and their version stay."""
+    restart(engine)
+    before = engine.export_weights(0).digest
+    equal = {1: [msgspec.structs.replace(r, reward=1.0) for r in recorded[1]]}
+    loop = loop_of(RecordedSource(equal), "run")
+    state = loop.run()
+    assert (state.step, state.version) == (1, 0)
+    assert engine.export_weights(0).digest == before
+
+
+def test_lost_rollouts_stop_the_run(engine, recorded, loop_of):
+    """More than half lost to faults ends the run before it trains on the rest."""
+    restart(engine)
+    before = engine.export_weights(0).digest
+    lost = {
+        1: [
+            msgspec.structs.replace(r, fault="infrastructure", reason="boom", reward=None) if i % 4 else r
+            for i, r in enumerate(recorded[1])
+        ]
+    }
+    with pytest.raises(TooManyFaults, match=r"75% of 8 rollouts were lost .*boom \(6 times\)"):
+        loop_of(RecordedSource(lost), "run").run()
+    assert engine.export_weights(0).digest == before
+
+
+def test_call_sites_are_looked_at_once(engine, recorded, loop_of, capsys):
+    """A live run's call sites are looked at before its first update only."""
+    restart(engine)
+    sites = CallSites()
+    sites.saw(model="gpt", endpoint="policy", trained=True, settings={"temperature": 0})
+    loop_of(RecordedSource(recorded), "run", steps=2, sites=sites).run()
+    assert capsys.readouterr().err.count("use temperature 0 (1 of 1)") == 1
