@@ -84,7 +84,17 @@ _DISTORTING: Final[dict[str, Callable[[Any], bool]]] = {
 }
 """Fields that make the reported logprobs something else than the policy's, and when each does."""
 
-_GRAMMARS: Final = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar", "json_schema", "regex", "ebnf")
+_GRAMMARS: Final = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "grammar",
+    "json_schema",
+    "regex",
+    "ebnf",
+)
 
 
 def constraint(body: Mapping[str, Any]) -> str | None:

@@ -90,7 +90,11 @@ def _usage(choices: Sequence[ReplyChoice], reply: Reply) -> dict[str, int]:
     if reply.usage is not None:
         return reply.usage
     written = sum(len(choice.token_ids) for choice in choices)
-    return {"prompt_tokens": len(reply.prompt_token_ids), "completion_tokens": written, "total_tokens": len(reply.prompt_token_ids) + written}
+    return {
+        "prompt_tokens": len(reply.prompt_token_ids),
+        "completion_tokens": written,
+        "total_tokens": len(reply.prompt_token_ids) + written,
+    }
 
 
 def _metadata(reply: Reply) -> dict[str, Any]:
@@ -103,7 +107,8 @@ def _metadata(reply: Reply) -> dict[str, Any]:
 def _chat_logprobs(values: Sequence[float | None], ids: Sequence[int]) -> dict[str, Any]:
     tokens = [*(f"t{token}" for token in ids), *("?" for _ in values[len(ids) :])]
     entries = [
-        {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []} for token, value in zip(tokens, values, strict=False)
+        {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
+        for token, value in zip(tokens, values, strict=False)
     ]
     return {"content": entries, "refusal": None}
 

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextvars import ContextVar
 from typing import Any, Final, Literal, cast
 
@@ -147,7 +147,7 @@ def current_route() -> Route | None:
 
 
 @contextlib.contextmanager
-def use_route(route: Route | None) -> Iterator[Route | None]:
+def use_route(route: Route | None) -> Generator[Route | None]:
     """Calls made inside, in any thread or task that the context is carried to, take ``route``; None switches redirection off."""
     token = _route.set(route)
     try:

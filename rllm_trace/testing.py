@@ -16,7 +16,7 @@ import contextlib
 import gzip
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -29,6 +29,8 @@ from rllm_trace.exporters.memory import MemoryExporter
 __all__ = ["Exchange", "MemoryExporter", "Reply", "ReplyChoice", "ScriptedServer", "fixed_sources"]
 
 _WAIT: Final = 10.0
+_LAST_TURNS: Final = 5
+"""Turns of the event loop for connections that were being accepted, or closed, when the server stopped."""
 _HEAD_LIMIT: Final = 256 * 1024
 _REASONS: Final = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found"}
 
@@ -121,27 +123,30 @@ class ScriptedServer:
             self._loop.close()
 
     async def _start(self) -> None:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=_HEAD_LIMIT, backlog=2048)
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=_HEAD_LIMIT, backlog=2048)
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def _stop(self) -> None:
         if self._server is not None:
             self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for _ in range(_LAST_TURNS):
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.sleep(0)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = self._loop.create_task(self._serve(reader, writer))
         self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while await self._exchange(reader, writer):
                 pass
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass  # the client has gone away, or the server is closing
         finally:
-            self._tasks.discard(task)
             writer.close()
             with contextlib.suppress(ConnectionError, asyncio.CancelledError):
                 await writer.wait_closed()
@@ -242,7 +247,8 @@ async def _send_stream(writer: asyncio.StreamWriter, exchange: Exchange, reply: 
     if reply.chunk_bytes is not None:
         whole = b"".join(events)
         events = [whole[start : start + reply.chunk_bytes] for start in range(0, len(whole), reply.chunk_bytes)]
-    packer = gzip.GzipFile(fileobj=(buffer := _Buffer()), mode="wb") if compress else None
+    buffer = _Buffer()
+    packer = gzip.GzipFile(fileobj=buffer, mode="wb") if compress else None
     writer.write(_head(reply, "text/event-stream", "transfer-encoding: chunked", compress=compress))
     for position, event in enumerate(events):
         if position == reply.disconnect_after:
@@ -286,7 +292,7 @@ class _Buffer:
 
 
 @contextlib.contextmanager
-def fixed_sources(*, start: int = 1_700_000_000_000_000_000, step: int = 1_000_000) -> Iterator[None]:
+def fixed_sources(*, start: int = 1_700_000_000_000_000_000, step: int = 1_000_000) -> Generator[None]:
     """Times count up from ``start`` by ``step`` nanoseconds, ids from 1, process-wide while it is open."""
     times, spans, traces = itertools.count(start, step), itertools.count(1), itertools.count(1)
     with use_sources(now=lambda: next(times), span_id=lambda: f"{next(spans):016x}", trace_id=lambda: f"{next(traces):032x}"):

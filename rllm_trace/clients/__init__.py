@@ -33,7 +33,7 @@ def _patch(name: str) -> _Patch:
 
 
 def instrument(name: str) -> bool:
-    """Patches the client ``name`` for this process; again changes nothing. False: it is not installed. Raises ``UnknownInstrumentError``."""
+    """Patches the client ``name`` for this process; again changes nothing. False: not installed. Raises ``UnknownInstrumentError``."""
     patch = _patch(name)
     _turned_off.discard(name)
     return patch.install()

@@ -96,7 +96,7 @@ def ask(body: Mapping[str, Any], operation: Operation, refused: frozenset[str], 
             added[field] = body.get(field)
     if added and body.get("stream") and _STREAM_OPTIONS not in refused:
         options = body.get(_STREAM_OPTIONS)
-        known = cast("Mapping[str, Any]", options) if isinstance(options, Mapping) else {}
+        known: Mapping[str, Any] = cast("Mapping[str, Any]", options) if isinstance(options, Mapping) else {}
         if not known.get("include_usage"):
             sent[_STREAM_OPTIONS] = {**known, "include_usage": True}
             added[_STREAM_OPTIONS] = options

@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from rllm_trace import _exact
 from rllm_trace import attributes as A
 from rllm_trace._calldata import CallData
 from rllm_trace._calls import OpenCall
 from rllm_trace._guard import guard
 from rllm_trace._recorder import recorder
-from rllm_trace import _exact
 from rllm_trace.clients._ask import ask, is_strict, refusals, refused_fields
 from rllm_trace.clients._decode import Keep, Operation, Reply, read_reply
 from rllm_trace.clients._events import EventReader
@@ -33,7 +33,9 @@ __all__ = ["ClientCall", "Destination"]
 _MAX_MESSAGE: Final = 2_000
 _CUT_OFF: Final = frozenset({"abort", "error"})
 """Finish reasons that a server gives to a reply that it broke off."""
-_MEDIA: Final = frozenset({"image_url", "input_image", "image", "input_audio", "audio", "audio_url", "video_url", "video", "file", "input_file"})
+_MEDIA: Final = frozenset(
+    {"image_url", "input_image", "image", "input_audio", "audio", "audio_url", "video_url", "video", "file", "input_file"}
+)
 _KEEP_ALL: Final = Keep(ids=True, logprobs=True)
 
 _encode = msgspec.json.Encoder(enc_hook=repr).encode

@@ -7,7 +7,7 @@ they came; else whole events are passed on.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -115,10 +115,11 @@ def _merge(into: dict[str, Any], fragment: dict[str, Any]) -> None:
         known = into.get(key)
         if value is None:
             continue
-        if known is None:
-            into[key] = dict(value) if isinstance(value, dict) else value
-        elif isinstance(known, dict) and isinstance(value, dict):
-            _merge(known, value)
+        if isinstance(value, dict):
+            inner = cast("dict[str, Any]", into.setdefault(key, {}))
+            _merge(inner, cast("dict[str, Any]", value))
+        elif known is None:
+            into[key] = value
         elif isinstance(known, str) and isinstance(value, str) and key not in _WHOLE:
             into[key] = known + value
 

@@ -109,6 +109,8 @@ class ResponsesReader:
         self._pending = b""
         self._reply = Reply(fault=_exact.INCOMPLETE)
         self.done = False
+        self.finished = False
+        """As in ``EventReader``; here it is only known at the end."""
 
     def feed(self, chunk: bytes) -> bytes:
         """Takes in bytes and gives them back."""

@@ -51,7 +51,7 @@ class _Tee:
             return chunk
         try:
             return show(chunk)
-        except Exception:  # noqa: BLE001 - a fault of ours: counted below, and from here on the app sees what came
+        except Exception:
             self._show = None
             with guard("stream"):
                 raise

@@ -204,8 +204,8 @@ def _async_send_request(original: Callable[..., Any]) -> Callable[..., Any]:
     return _send_request
 
 
-_SYNC: Final = dict(zip(_METHODS, (_request, _prepare_request, _process_response, _send_request), strict=True))
-_ASYNC: Final = dict(
+_SYNC: Final[dict[str, Any]] = dict(zip(_METHODS, (_request, _prepare_request, _process_response, _send_request), strict=True))
+_ASYNC: Final[dict[str, Any]] = dict(
     zip(_METHODS, (_async_request, _async_prepare_request, _async_process_response, _async_send_request), strict=True)
 )
 

@@ -202,7 +202,10 @@ FAULTS: dict[str, tuple[Reply, str]] = {
     "no prompt ids": (Reply(omit=frozenset({"prompt_token_ids"})), "prompt ids missing"),
     "no ids": (Reply(omit=frozenset({"token_ids"})), "token ids missing"),
     "no logprobs": (Reply(omit=frozenset({"logprobs"})), "logprobs missing"),
-    "short logprobs": (Reply(choices=[ReplyChoice(token_ids=[5, 6, 2], logprobs=[-1.0, -0.5])]), "logprobs not aligned with ids: 3 ids, 2 logprobs"),
+    "short logprobs": (
+        Reply(choices=[ReplyChoice(token_ids=[5, 6, 2], logprobs=[-1.0, -0.5])]),
+        "logprobs not aligned with ids: 3 ids, 2 logprobs",
+    ),
     "null logprob": (Reply(choices=[ReplyChoice(token_ids=[5, 6, 2], logprobs=[-1.0, None, -0.25])]), "logprob missing for a token"),
     "probability above 1": (Reply(choices=[ReplyChoice(token_ids=[5, 2], logprobs=[-1.0, 0.5])]), "not a logprob: 0.5"),
     "all zeros": (Reply(choices=[ReplyChoice(token_ids=[5] * 16, logprobs=[0.0] * 16)]), "logprobs all 0"),

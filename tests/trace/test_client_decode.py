@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rllm_trace._wire import Reply as Scripted
@@ -16,6 +16,8 @@ from rllm_trace.clients._decode import Keep, Reply, read_parts, read_reply
 from rllm_trace.clients._events import EventReader
 from rllm_trace.types import Usage
 
+FIXED = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""The same examples each time, however slow the machine is."""
 STRIP = Keep(ids=False, logprobs=False, usage_chunk=False, versions=False)
 ASKING: Any = {"model": "m", "return_token_ids": True, "logprobs": True, "stream_options": {"include_usage": True}}
 
@@ -55,7 +57,11 @@ def test_what_cannot_be_cut_says_so(body: bytes) -> None:
 def test_unusual_layouts_are_read_by_parsing() -> None:
     """Top logprobs that nobody asked for defeat the search; the same parts come out."""
     entry = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": [{"token": "a", "logprob": -0.5, "bytes": [97]}]}
-    body = {"id": "r", "choices": [{"index": 0, "logprobs": {"content": [entry]}, "token_ids": [5], "message": {"content": "a"}}], "prompt_token_ids": [1]}
+    body = {
+        "id": "r",
+        "choices": [{"index": 0, "logprobs": {"content": [entry]}, "token_ids": [5], "message": {"content": "a"}}],
+        "prompt_token_ids": [1],
+    }
     parts = read_parts(json.dumps(body).encode(), STRIP)
     assert json.loads(parts.rest) == {"id": "r", "choices": [{"index": 0, "logprobs": None, "message": {"content": "a"}}]}
     (choice,) = parts.body.choices or ()
@@ -78,7 +84,9 @@ def test_names_of_other_servers_are_read() -> None:
     assert (reply.prompt_token_ids, reply.fault) == (None, "prompt ids differ within the reply")
 
 
-texts = st.text(max_size=12) | st.sampled_from(['"token_ids":[1]', '\\"logprobs\\":{', "]}", '{"a": [1]}', "logprob", "token_ids", "\n\n", "data: x"])
+texts = st.text(max_size=12) | st.sampled_from(
+    ['"token_ids":[1]', '\\"logprobs\\":{', "]}", '{"a": [1]}', "logprob", "token_ids", "\n\n", "data: x"]
+)
 tokens = st.lists(st.tuples(st.integers(0, 200_000), st.floats(-50, 0, width=32, allow_nan=False)), max_size=9)
 tool_calls = st.lists(
     st.fixed_dictionaries(
@@ -140,7 +148,7 @@ def settled(choice: ReplyChoice) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(FIXED, max_examples=100)
 @given(scripted(), st.booleans(), st.sampled_from([(",", ":"), (", ", ": ")]))
 def test_any_body_is_read_as_it_was_sent_and_shown_without_the_arrays(reply: Scripted, chat: bool, separators: tuple[str, str]) -> None:
     """Every id, logprob, text and tool call comes out as it went in; the caller's JSON is the one of a request that asked for nothing."""
@@ -165,7 +173,7 @@ def test_any_body_is_read_as_it_was_sent_and_shown_without_the_arrays(reply: Scr
     assert read.usage == (None if "usage" in reply.omit else Usage(prompt_tokens=len(reply.prompt_token_ids), completion_tokens=written))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(FIXED, max_examples=100)
 @given(scripted(), st.booleans(), st.integers(1, 400), st.booleans())
 def test_a_stream_in_any_pieces_gives_the_reply_of_the_whole_body(reply: Scripted, chat: bool, size: int, carriage: bool) -> None:
     """However the bytes of a stream are cut, the reply equals the unstreamed one, and the app sees the events of a bare request."""
@@ -191,7 +199,7 @@ def json_of(event: bytes) -> Any:
     return parsed
 
 
-@settings(max_examples=100, deadline=None)
+@settings(FIXED, max_examples=100)
 @given(scripted(), st.booleans())
 def test_cutting_and_parsing_agree(reply: Scripted, chat: bool) -> None:
     """Where searching bytes finds a cut, it is the one that parsing gives."""
@@ -215,7 +223,8 @@ def test_pieces_pass_through_at_once_where_nothing_is_taken_out() -> None:
 def test_comments_event_names_and_several_data_lines_are_understood() -> None:
     """The event-stream format in full: comments, event names, data over several lines, no space after the colon."""
     reader = EventReader(STRIP)
-    data = b': ping\n\nevent: message\ndata:{"id":"r",\ndata:"choices":[{"index":0,"delta":{"content":"a"},"token_ids":[5]}]}\n\ndata:[DONE]\n\n'
+    head = b": ping\n\nevent: message\n"
+    data = head + b'data:{"id":"r",\ndata:"choices":[{"index":0,"delta":{"content":"a"},"token_ids":[5]}]}\n\ndata:[DONE]\n\n'
     seen = reader.feed(data)
-    assert seen == b': ping\n\nevent: message\ndata: {"id":"r",\ndata: "choices":[{"index":0,"delta":{"content":"a"}}]}\n\ndata:[DONE]\n\n'
+    assert seen == head + b'data: {"id":"r",\ndata: "choices":[{"index":0,"delta":{"content":"a"}}]}\n\ndata:[DONE]\n\n'
     assert (reader.reply().choices[0].token_ids, reader.reply().choices[0].text, reader.done) == ([5], "a", True)

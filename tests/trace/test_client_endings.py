@@ -224,9 +224,9 @@ def test_nothing_to_connect_to_is_a_failed_call(recording: Any) -> None:
 
     def app() -> None:
         http = openai.DefaultHttpxClient(verify=False)
-        with openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="k", max_retries=0, http_client=http) as client:
-            with pytest.raises(openai.APIConnectionError):
-                client.chat.completions.create(**CREATE)
+        client = openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="k", max_retries=0, http_client=http)
+        with client, pytest.raises(openai.APIConnectionError):
+            client.chat.completions.create(**CREATE)
 
     call = recording.call(app)
     assert call.error is not None

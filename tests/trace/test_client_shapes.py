@@ -15,15 +15,20 @@ from rllm_trace.testing import Reply, ReplyChoice, ScriptedServer
 from rllm_trace.types import Choice, Usage
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
-WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+WEATHER: Any = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
 TOOL_CALLS = [
     {"type": "function", "id": "call_1", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}},
     {"type": "function", "id": "call_2", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}},
 ]
 TEXT = ReplyChoice(text="hello there", token_ids=[11, 12, 13, 2], logprobs=[-0.5, -1.0, -0.25, -0.125])
-OTHER = ReplyChoice(text="héllo \"quoted\" \\ \n ]}", token_ids=[21, 2], logprobs=[-2.0, -0.0625])
+OTHER = ReplyChoice(text='héllo "quoted" \\ \n ]}', token_ids=[21, 2], logprobs=[-2.0, -0.0625])
 CUT = ReplyChoice(text="{", token_ids=[71], logprobs=[-0.5], finish_reason="length")
-CALLS = ReplyChoice(text=None, tool_calls=TOOL_CALLS, token_ids=[31, 32, 33, 34, 2], logprobs=[-1.0, -2.0, -3.0, -4.0, -0.5], finish_reason="tool_calls")
+CALLS = ReplyChoice(
+    text=None, tool_calls=TOOL_CALLS, token_ids=[31, 32, 33, 34, 2], logprobs=[-1.0, -2.0, -3.0, -4.0, -0.5], finish_reason="tool_calls"
+)
 THOUGHT = ReplyChoice(text="4", reasoning="2 and 2", token_ids=[41, 42, 2], logprobs=[-1.0, -0.5, -0.25], stop_reason="</s>")
 REFUSED = ReplyChoice(text=None, refusal="I cannot", token_ids=[51, 2], logprobs=[-1.0, -0.5])
 JSON = ReplyChoice(text='{"city": "Oslo"}', token_ids=[61, 62, 2], logprobs=[-1.0, -0.5, -0.25])
@@ -70,7 +75,10 @@ SHAPES: dict[str, Callable[[Any], Any]] = {
     "post": lambda c: plain(c.post("/chat/completions", body=dict(CREATE), cast_to=openai.types.chat.ChatCompletion)),
     "post raw": lambda c: json.loads(
         c.post(
-            "/chat/completions", body=dict(CREATE), cast_to=openai.types.chat.ChatCompletion, options={"headers": {"X-Stainless-Raw-Response": "true"}}
+            "/chat/completions",
+            body=dict(CREATE),
+            cast_to=openai.types.chat.ChatCompletion,
+            options={"headers": {"X-Stainless-Raw-Response": "true"}},
         ).text
     ),
     "with_options": lambda c: plain(c.with_options(timeout=5, max_retries=0).chat.completions.create(**CREATE)),
@@ -163,10 +171,20 @@ REPLIES = {
 
 EXPECTED = {
     "text": Choice(index=0, token_ids=[11, 12, 13, 2], logprobs=[-0.5, -1.0, -0.25, -0.125], text="hello there", finish_reason="stop"),  # type: ignore[arg-type]
-    "tools": Choice(index=0, token_ids=[31, 32, 33, 34, 2], logprobs=[-1.0, -2.0, -3.0, -4.0, -0.5], tool_calls=TOOL_CALLS, finish_reason="tool_calls"),  # type: ignore[arg-type]
-    "reasoning": Choice(index=0, token_ids=[41, 42, 2], logprobs=[-1.0, -0.5, -0.25], text="4", reasoning="2 and 2", finish_reason="stop", stop_reason="</s>"),  # type: ignore[arg-type]
+    "tools": Choice(
+        index=0, token_ids=[31, 32, 33, 34, 2], logprobs=[-1.0, -2.0, -3.0, -4.0, -0.5], tool_calls=TOOL_CALLS, finish_reason="tool_calls"
+    ),  # type: ignore[arg-type]
+    "reasoning": Choice(
+        index=0,
+        token_ids=[41, 42, 2],
+        logprobs=[-1.0, -0.5, -0.25],
+        text="4",
+        reasoning="2 and 2",
+        finish_reason="stop",
+        stop_reason="</s>",
+    ),  # type: ignore[arg-type]
     "refusal": Choice(index=0, token_ids=[51, 2], logprobs=[-1.0, -0.5], refusal="I cannot", finish_reason="stop"),  # type: ignore[arg-type]
-    "odd text": Choice(index=0, token_ids=[21, 2], logprobs=[-2.0, -0.0625], text="héllo \"quoted\" \\ \n ]}", finish_reason="stop"),  # type: ignore[arg-type]
+    "odd text": Choice(index=0, token_ids=[21, 2], logprobs=[-2.0, -0.0625], text='héllo "quoted" \\ \n ]}', finish_reason="stop"),  # type: ignore[arg-type]
 }
 
 
@@ -331,20 +349,43 @@ def test_images_mark_a_call_multimodal(recording: Any) -> None:
     assert call.messages == [{"role": "user", "content": content}]
 
 
+RESPONSE = {
+    "id": "resp_1",
+    "object": "response",
+    "created_at": 1,
+    "model": "m",
+    "status": "completed",
+    "error": None,
+    "output": [
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "hello", "annotations": []}],
+        },
+        {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "weather", "arguments": "{}", "status": "completed"},
+    ],
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": [],
+    "usage": {
+        "input_tokens": 5,
+        "output_tokens": 7,
+        "total_tokens": 12,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0},
+    },
+}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_responses_are_recorded_without_ids(stream: bool, recording: Any) -> None:
     """``responses.create`` at the app's own endpoint is a record with its text and tool calls; without ids it says so."""
-    response = {
-        "id": "resp_1", "object": "response", "created_at": 1, "model": "m", "status": "completed", "error": None,
-        "output": [
-            {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [{"type": "output_text", "text": "hello", "annotations": []}]},
-            {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "weather", "arguments": "{}", "status": "completed"},
-        ],
-        "parallel_tool_calls": True, "tool_choice": "auto", "tools": [],
-        "usage": {"input_tokens": 5, "output_tokens": 7, "total_tokens": 12, "input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}},
-    }  # fmt: skip
-    event = {"type": "response.completed", "sequence_number": 1, "response": response}
-    raw = b"event: response.completed\ndata: " + json.dumps(event).encode() + b"\n\n" if stream else json.dumps(response).encode()
+    delta = {"type": "response.output_text.delta", "delta": "hello", "item_id": "msg_1", "output_index": 0, "content_index": 0}
+    events = [{**delta, "sequence_number": 0, "logprobs": []}, {"type": "response.completed", "sequence_number": 1, "response": RESPONSE}]
+    streamed = b"".join(b"event: %s\ndata: %s\n\n" % (str(event["type"]).encode(), json.dumps(event).encode()) for event in events)
+    raw = streamed if stream else json.dumps(RESPONSE).encode()
     with ScriptedServer([Reply(raw=raw)]) as server:
 
         def shape(client: Any) -> Any:
@@ -353,7 +394,7 @@ def test_responses_are_recorded_without_ids(stream: bool, recording: Any) -> Non
 
         call = recording.call(lambda: run_sync(shape, server))
         sent = server.log[0].body
-    assert recording.value == (["response.completed"] if stream else "hello")
+    assert recording.value == (["response.output_text.delta", "response.completed"] if stream else "hello")
     assert "return_token_ids" not in sent
     assert (call.operation, call.response_id, call.choices[0].text) == ("responses", "resp_1", "hello")
     assert call.choices[0].tool_calls == [{"type": "function", "id": "call_1", "function": {"name": "weather", "arguments": "{}"}}]

@@ -49,7 +49,9 @@ def own_client(server: ScriptedServer) -> openai.OpenAI:
 
 def foreign_client(**options: Any) -> openai.OpenAI:
     """A client as an app makes it for its own provider, which cannot be reached."""
-    http = openai.DefaultHttpxClient(verify=False, headers={"x-proxy-key": "sk-proxy"}, cookies={"session": "sk-cookie"}, params={"key": "sk-param"})
+    http = openai.DefaultHttpxClient(
+        verify=False, headers={"x-proxy-key": "sk-proxy"}, cookies={"session": "sk-cookie"}, params={"key": "sk-param"}
+    )
     client = openai.OpenAI(
         base_url=NOWHERE,
         api_key="sk-foreign",
@@ -176,7 +178,10 @@ def test_an_asynchronous_client_is_redirected(policy: ScriptedServer, recording:
 
     calls = recording.calls(lambda: asyncio.run(app()), route=route_to(policy))
     assert [exchange.path for exchange in policy.log] == ["/v1/chat/completions", "/v1/completions"]
-    assert [(call.requested_model, call.model, call.exact) for call in calls] == [("gpt-4o-mini", "policy", True), ("davinci", "policy", True)]
+    assert [(call.requested_model, call.model, call.exact) for call in calls] == [
+        ("gpt-4o-mini", "policy", True),
+        ("davinci", "policy", True),
+    ]
 
 
 def test_the_versions_of_the_policy_are_not_the_apps_to_see(policy: ScriptedServer, recording: Any) -> None:
@@ -303,11 +308,18 @@ def test_a_call_seed_is_fixed_for_good() -> None:
 
 
 @pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "f"}}, {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}]
+    "choice",
+    [
+        "required",
+        {"type": "function", "function": {"name": "f"}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}},
+    ],
 )
 def test_forced_tools_are_asked_for_as_auto(choice: Any, policy: ScriptedServer, recording: Any) -> None:
     """The policy is asked with ``tool_choice="auto"``, so that its logprobs are its own; both values are recorded."""
-    call = recording.call(lambda: foreign_client().chat.completions.create(**CREATE, tools=[TOOL], tool_choice=choice), route=route_to(policy))
+    call = recording.call(
+        lambda: foreign_client().chat.completions.create(**CREATE, tools=[TOOL], tool_choice=choice), route=route_to(policy)
+    )
     assert policy.log[0].body["tool_choice"] == "auto"
     assert (call.sampling["tool_choice"], call.requested_sampling) == ("auto", {"tool_choice": choice})
     assert (call.exact, call.trainable) == (True, True)
@@ -332,7 +344,9 @@ def test_constrained_calls_can_be_refused(options: Any, policy: ScriptedServer, 
 
 def test_a_response_format_stays_and_is_inexact(policy: ScriptedServer, recording: Any) -> None:
     """A grammar that is no forced tool is sent as it is and named."""
-    call = recording.call(lambda: foreign_client().chat.completions.create(**CREATE, response_format={"type": "json_object"}), route=route_to(policy))
+    call = recording.call(
+        lambda: foreign_client().chat.completions.create(**CREATE, response_format={"type": "json_object"}), route=route_to(policy)
+    )
     assert policy.log[0].body["response_format"] == {"type": "json_object"}
     assert call.inexact_reason == "constrained: response_format json_object"
 
@@ -350,7 +364,9 @@ def test_the_timeout_of_the_route_limits_an_attempt(recording: Any) -> None:
 def test_a_shorter_timeout_of_the_app_stays(recording: Any) -> None:
     """The route's limit only lowers."""
     with ScriptedServer([Reply(hold_after=0)], api_key="policy-key") as server:
-        call = recording.call(lambda: foreign_client().chat.completions.create(**CREATE, timeout=0.2), route=route_to(server, call_timeout=500))
+        call = recording.call(
+            lambda: foreign_client().chat.completions.create(**CREATE, timeout=0.2), route=route_to(server, call_timeout=500)
+        )
     assert isinstance(recording.error, openai.APITimeoutError)
     assert call.error is not None
 
