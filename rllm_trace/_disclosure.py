@@ -6,7 +6,7 @@ Three settings decide. Without ``content`` no text, no ids and no logprobs leave
 - ``{"kind": "call", "name": model, "request": {"messages": [...], ...}, "requested": {...}, "choices": [{"text": ...}], "error": str}``
 - ``{"kind": "workflow", "name": ..., "input": ..., "output": ..., "metadata": {...}, "error": str}``
 - ``{"kind": "tool", "name": ..., "arguments": ..., "result": ..., "error": str}``
-- ``{"kind": "agent" | "reward" | "other", "name": ..., "facts": {...}, "error": str}``
+- ``{"kind": "agent" | "reward" | "other", "name": ..., "facts": {attributes of other libraries}, "error": str}``
 
 It may change the copy in place. A key that it removes is withheld, None or an exception withholds all content of the record. The ids of a
 call spell the same text: where redaction changed a call, its ids and logprobs stay behind too, and the call is inexact.
@@ -82,15 +82,14 @@ def disclose_episode(episode: Episode, disclosure: Disclosure) -> Episode:
 
 def _ask(redact: Redact, record: dict[str, Any]) -> dict[str, Any] | None:
     """What ``redact`` lets through; None if it lets nothing through, or failed."""
-    answer: Any = None
     with guard("redact"):
-        answer = redact(record)
-        if answer is not None and not isinstance(answer, dict):
+        answer: Any = redact(record)
+        if isinstance(answer, dict):
+            return cast("dict[str, Any]", answer)
+        if answer is not None:
             raise TypeError(f"redact returned a {type(answer).__name__}; it must return the record as a dict, or None to withhold it")
-    if answer is None:
-        counters.add("dropped", "redacted content")
-        return None
-    return cast("dict[str, Any]", answer)
+    counters.add("dropped", "redacted content")
+    return None
 
 
 def _error(error: ErrorInfo | None, message: Any) -> ErrorInfo | None:
@@ -101,7 +100,7 @@ def _error(error: ErrorInfo | None, message: Any) -> ErrorInfo | None:
 
 
 def _span_withheld(span: Span) -> Span:
-    facts = {key: value for key, value in span.facts.items() if key not in names.CONTENT_KEYS}
+    facts = {key: value for key, value in span.facts.items() if not names.is_content(key)}
     call = None if span.call is None else _call_withheld(span.call, _WITHHELD)
     return msgspec.structs.replace(span, facts=facts, call=call, error=_error(span.error, ""))
 
@@ -127,15 +126,16 @@ _FACTS: Final[dict[str, dict[str, str]]] = {
 def _facts_record(span: Span) -> dict[str, Any]:
     shown = _FACTS.get(span.kind)
     if shown is None:
-        return {"facts": to_plain(span.facts)}
+        return {"facts": {key: to_plain(value) for key, value in span.facts.items() if not key.startswith(names.BAGGAGE_PREFIX)}}
     return {field: to_plain(span.facts[key]) for field, key in shown.items() if key in span.facts}
 
 
 def _facts(span: Span, answer: dict[str, Any]) -> dict[str, Any]:
     shown = _FACTS.get(span.kind)
     if shown is None:
+        kept = {key: value for key, value in span.facts.items() if key.startswith(names.BAGGAGE_PREFIX)}
         found = answer.get("facts")
-        return cast("dict[str, Any]", from_plain(found)) if isinstance(found, dict) else {}
+        return kept | {key: from_plain(value) for key, value in cast("dict[str, Any]", found if isinstance(found, dict) else {}).items()}
     kept = {key: value for key, value in span.facts.items() if key not in shown.values()}
     return kept | {key: from_plain(answer[field]) for field, key in shown.items() if field in answer and key in span.facts}
 

@@ -106,7 +106,7 @@ def span_attributes(span: Span, *, content: bool, tokens: bool) -> dict[str, Att
     if span.error is not None:
         found |= _error_attributes(span.error, content=content)
     for key, value in span.facts.items():
-        if value is not None and (content or key not in names.CONTENT_KEYS):
+        if value is not None and (content or not names.is_content(key)):
             found[key] = _fact_attribute(key, value)
     if span.call is not None:
         found |= call_attributes(span.call, content=content, tokens=tokens)

@@ -73,6 +73,7 @@ ERROR_TYPE: Final = "error.type"
 ERROR_MESSAGE: Final = "error.message"
 ERROR_STATUS: Final = "http.response.status_code"
 USER_ID: Final = "user.id"
+"""The user's own id for a person: content, since it may be a name."""
 EXCEPTION_EVENT: Final = "exception"
 EXCEPTION_TYPE: Final = "exception.type"
 EXCEPTION_MESSAGE: Final = "exception.message"
@@ -201,6 +202,10 @@ CONTENT_KEYS: Final = frozenset(
 )
 """Attributes that may hold what a user or a model wrote; they leave only where content may."""
 
+PLAIN_PREFIXES: Final = ("rllm.", "gen_ai.", "error.", "openinference.span.", "server.", "http.response.")
+"""Where content may not go, only attributes under these leave, and of these not ``CONTENT_KEYS`` and ``CONTENT_PREFIXES``."""
+CONTENT_PREFIXES: Final = ("gen_ai.prompt.", "gen_ai.completion.")
+"""Content in other instrumentations' spelling."""
 VIEW_KEYS: Final = (INPUT_MESSAGES, OUTPUT_MESSAGES, TOOL_DEFINITIONS, SYSTEM_INSTRUCTIONS)
 """Attributes that say again, for display, what ``REQUEST_BODY`` and ``RESPONSE_CHOICES`` hold."""
 
@@ -217,6 +222,7 @@ HEADER_POLICY_VERSION: Final = "x-rllm-policy-version"
 HEADER_EPISODE: Final = "x-rllm-episode-id"
 HEADER_AUTHORIZATION: Final = "authorization"
 BAGGAGE_PREFIX: Final = "rllm."
+"""Of attributes and baggage entries."""
 
 # Environment
 ENV_DISABLED: Final = "RLLM_DISABLED"
@@ -240,3 +246,8 @@ def response_key(key: str, position: int) -> str:
         return key
     head, _, tail = key.rpartition(".")
     return f"{head}.{position}.{tail}"
+
+
+def is_content(key: str) -> bool:
+    """Whether an attribute, ours or another library's, may hold what a user or a model wrote. What is not known may."""
+    return key in CONTENT_KEYS or key.startswith(CONTENT_PREFIXES) or not key.startswith(PLAIN_PREFIXES)
