@@ -6,6 +6,7 @@ Started by ``VerlEngine``, one process a rank. What verl reads from the environm
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 from rllm_trainer._child import child_config, serve
@@ -19,6 +20,7 @@ DEVICE_VARIABLE = "RLLM_ENGINE_DEVICE"
 def main() -> None:
     config = child_config()
     _prepare_environment(config)
+    warnings.filterwarnings("ignore", message=".* engine is not available.*")  # verl's other back ends, which nobody asked for
     # verl reads its platform from the environment when it is imported
     from rllm_trainer.engine._verl_trainer import VerlTrainer
 

@@ -150,6 +150,8 @@ def plan_micro_batches(
         else:
             bins.append(list(unit))
             longest, wanted_so_far = length, count
+    if not bins:
+        return Plan(micro_batches=[])
     mine = bins[rank::ranks]
     missing = -(-len(bins) // ranks) - len(mine)
     return Plan(micro_batches=mine + [bins[0][:1]] * missing, idle=missing)
