@@ -7,8 +7,9 @@ generator leaks into it, and what the generator's body has opened (an agent, say
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 from rllm_trace._context import Scope, enter, leave
 from rllm_trace._guard import counters
@@ -17,6 +18,10 @@ from rllm_trace._plain import from_plain, to_plain
 __all__ = ["UNTOUCHED", "Activity", "Kind", "arguments", "snapshot"]
 
 _MAX_ITEMS: Final = 100_000
+_WITHHELD: Final = "[withheld]"
+_SECRET_NAME: Final = re.compile(
+    r"(^|[_-])(password|passwd|secret|authorization|(api|private)[_-]?key|(access|auth)[_-]?token)$", re.IGNORECASE
+)
 _ATOMS: Final = frozenset({str, int, float, bool, bytes, type(None)})
 
 
@@ -92,13 +97,28 @@ _MAX_SIGNATURES: Final = 10_000
 
 
 def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of the call's arguments by parameter name, without ``self`` and ``cls``; what does not bind is under ``args``."""
+    """Copies of the call's arguments by parameter name, without ``self`` and ``cls``; what does not bind is under ``args``.
+
+    A text under a name such as ``api_key`` or ``password`` is withheld, however deep.
+    """
     signature = _signature(function)
     try:
         bound = signature.bind(*args, **kwargs).arguments if signature is not None else {"args": args, **kwargs}
     except TypeError:
         bound = {"args": args, **kwargs}
-    return {name: snapshot(value) for name, value in bound.items() if name not in ("self", "cls")}
+    return {name: _open(name, snapshot(value)) for name, value in bound.items() if name not in ("self", "cls")}
+
+
+def _open(name: Any, value: Any) -> Any:
+    """The value, a plain copy, without the texts whose names say that they are secrets."""
+    if isinstance(value, str):
+        return _WITHHELD if isinstance(name, str) and _SECRET_NAME.search(name) else value
+    if isinstance(value, dict):
+        return {key: _open(key, item) for key, item in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        items = cast("list[Any] | tuple[Any, ...]", value)
+        return type(items)(_open(name, item) for item in items)
+    return value
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:

@@ -7,6 +7,7 @@ Where nothing is recorded they cost a few lookups. A workflow outside any other 
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from types import TracebackType
@@ -18,7 +19,7 @@ from rllm_trace import attributes as A
 from rllm_trace._activity import UNTOUCHED, Activity, arguments, snapshot
 from rllm_trace._context import Scope, current
 from rllm_trace._episode import IDLE, begin_episode, child_span, recording_scope
-from rllm_trace._guard import guard
+from rllm_trace._guard import guard, warn_once
 from rllm_trace._open import OpenEpisode
 from rllm_trace._recorder import recorder
 from rllm_trace._shapes import wrap
@@ -29,6 +30,7 @@ from rllm_trace.types import Termination
 __all__ = ["SpanActivity", "agent", "checked_name", "name_of", "no_train", "tool", "workflow"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+_UNSTARTED: Final = (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
 SessionId = str | Callable[..., str] | None
 
 
@@ -83,6 +85,8 @@ class EpisodeActivity(Activity):
                 self.keep(item)
 
     def succeed(self, result: Any) -> None:
+        if isinstance(result, _UNSTARTED):
+            _warn_of_unstarted(self.root.name, cast("object", result))
         if self.episode.keeps_content:
             with guard("output"):
                 self.root.facts[A.EPISODE_OUTPUT] = snapshot(result) if self.items is None else self.items
@@ -96,10 +100,32 @@ class EpisodeActivity(Activity):
             self.episode.finish(_termination(error), error_info(error))
 
 
+def _warn_of_unstarted(name: str, result: object) -> None:
+    warn_once(
+        f"unstarted:{name}",
+        f"the workflow {name!r} returned a {type(result).__name__} that runs after the workflow has ended, so its calls are not recorded: "
+        "decorate the function that does the work",
+        stacklevel=5,
+    )
+
+
 class _ScopeActivity(Activity):
     """A scope without a span or a record: ``no_train``, and workflows while nothing is recorded."""
 
     __slots__ = ()
+
+
+class _SampledOutActivity(_ScopeActivity):
+    """A workflow that is not recorded, with what runs inside it, until it has returned."""
+
+    __slots__ = ()
+
+    def succeed(self, result: Any) -> None:
+        assert self.scope is not None
+        self.scope.episode.closed = True
+
+    def fail(self, error: BaseException) -> None:
+        self.succeed(None)
 
 
 _IDLE_ACTIVITY: Final = _ScopeActivity(IDLE)
@@ -142,7 +168,7 @@ class WorkflowKind(msgspec.Struct, frozen=True, kw_only=True):
             return UNTOUCHED
         episode = new.episode
         if not episode.recorded:
-            return _ScopeActivity(new)
+            return _SampledOutActivity(new)
         episode.metadata.update(snapshot(self.metadata))
         if self.session_id is not None:
             with guard("session_id"):

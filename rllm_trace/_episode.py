@@ -40,7 +40,7 @@ def recording_scope(scope: Scope | None) -> Scope | None:
 def begin_episode(scope: Scope | None, name: str, *, parent: Scope | None) -> Scope | None:
     """Starts an episode; gives the scope of its workflow. Its episode is unrecorded if it was sampled out; None: inside such a one."""
     rollout = current_rollout()
-    if scope is not None and not scope.episode.recorded and scope is not IDLE and rollout is None and not recorder.inboxes:
+    if _is_inside_unrecorded(scope) and rollout is None and not recorder.inboxes:
         return None
     ensure_instrumented()
     plan = recorder.plan(None if rollout is None else rollout.inbox)
@@ -68,6 +68,10 @@ def begin_episode(scope: Scope | None, name: str, *, parent: Scope | None) -> Sc
     recorder.track(episode)
     no_train, in_reward = (False, False) if parent is None else (parent.no_train, parent.in_reward)
     return Scope(episode, episode.trajectory, episode.root.span_id, no_train=no_train, in_reward=in_reward, parent=scope)
+
+
+def _is_inside_unrecorded(scope: Scope | None) -> bool:
+    return scope is not None and scope is not IDLE and not scope.episode.recorded and not scope.episode.closed
 
 
 def child_span(scope: Scope, kind: SpanKind, name: str) -> Span:

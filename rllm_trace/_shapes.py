@@ -11,7 +11,7 @@ import functools
 import inspect
 import types
 from collections.abc import AsyncGenerator, Callable, Generator
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from rllm_trace._activity import Activity, Kind
 from rllm_trace.exceptions import ConfigurationError
@@ -41,12 +41,11 @@ def wrap(function: F, kind: Kind) -> F:
 
 
 def _shaped(function: Callable[..., Any], like: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
-    """The wrapper of the same shape as ``function``; looks like ``like``."""
-    for is_shape, make in ((inspect.iscoroutinefunction, _coroutine), (inspect.isasyncgenfunction, _async_generator)):
-        if is_shape(function):
-            return functools.wraps(like)(make(function, kind))
-    make = _generator if inspect.isgeneratorfunction(function) else _function
-    return functools.wraps(like)(make(function, kind))
+    """The wrapper of the same shape as ``function``; looks like ``like``, and tells what decorated it as ``_rllm_kind``."""
+    make = next((make for is_shape, make in _SHAPES if is_shape(function)), _function)
+    call: Any = functools.wraps(like)(make(function, kind))
+    call._rllm_kind = kind
+    return call
 
 
 def _function(function: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
@@ -149,6 +148,13 @@ def _async_generator(function: Callable[..., Any], kind: Kind) -> Callable[..., 
                 thrown = error
 
     return call
+
+
+_SHAPES: Final = (
+    (inspect.iscoroutinefunction, _coroutine),
+    (inspect.isasyncgenfunction, _async_generator),
+    (inspect.isgeneratorfunction, _generator),
+)
 
 
 def _broken(activity: Activity, error: BaseException) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Generator
 from typing import Any, Final, Literal
@@ -24,6 +25,8 @@ __all__ = ["Sources", "Span", "SpanKind", "error_info", "sources", "use_sources"
 SpanKind = Literal["workflow", "agent", "tool", "reward", "chat", "other"]
 
 _MAX_MESSAGE: Final = 2_000
+_SECRET: Final = re.compile(r"\b[spr]k-[\w*-]{8,}|(?i:bearer)\s+[\w.~+/=-]{8,}")
+"""What an error message may quote of the request that it is about: a key of a provider, an authorization header."""
 
 
 class _Ids:
@@ -132,4 +135,6 @@ def error_info(error: BaseException) -> ErrorInfo:
     except Exception:  # noqa: BLE001 - a user's __str__ may raise anything
         message = "<its message cannot be read>"
     status = getattr(error, "status_code", None)
-    return ErrorInfo(type=name, message=message[:_MAX_MESSAGE], status_code=status if isinstance(status, int) else None)
+    return ErrorInfo(
+        type=name, message=_SECRET.sub("[withheld]", message[:_MAX_MESSAGE]), status_code=status if isinstance(status, int) else None
+    )

@@ -127,7 +127,8 @@ def rollout(
                 yield handle
     finally:
         handle.closed = True
-        _rollout.set(before)
+        if _rollout.get() is handle:  # not where a coroutine is finalized in another context
+            _rollout.set(before)
         recorder.count_rollout(-1)
 
 

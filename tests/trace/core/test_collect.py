@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -221,6 +222,18 @@ def test_a_collect_inside_an_episode_that_was_sampled_out_collects() -> None:
         return episodes
 
     assert [episode.output for episode in outer()] == [1]
+
+
+def test_a_context_that_outlives_a_sampled_out_workflow_is_sampled_anew() -> None:
+    """Out is that one episode, not all that its long-lived tasks do later."""
+    memory = MemoryExporter()
+    rllm.configure(exporters=[memory], sample=0.0)
+    kept: list[contextvars.Context] = []
+    rllm.workflow(lambda: kept.append(contextvars.copy_context()))()
+    rllm.configure(exporters=[memory])
+    kept[0].run(app, 1)
+    assert rllm.flush()
+    assert [episode.output for episode in memory.episodes] == [1]
 
 
 def test_about_the_share_that_sample_says_is_exported() -> None:

@@ -658,3 +658,38 @@ def test_the_workflows_own_name_session_and_metadata_are_in_the_record() -> None
         {"version": 3, "tags": ["a", "b"]},
         identity,
     )
+
+
+def test_secrets_are_in_no_record() -> None:
+    """A text under a name that says so is withheld from the input, and a key that an error quotes from its message."""
+
+    @rllm.workflow
+    def app(question: str, api_key: str, settings: dict[str, Any]) -> None:
+        raise ValueError("Incorrect API key provided: sk-proj-abcdefgh1234, header was Bearer abc.def-ghi_jkl")
+
+    with rllm.collect() as episodes, pytest.raises(ValueError, match="Incorrect"):
+        app("what is my password?", "sk-1", {"db": [{"Password": "hunter2", "user": "ann"}], "max_tokens": 5, "openai_api_key": "x"})
+    (episode,) = episodes
+    assert episode.input == {
+        "question": "what is my password?",
+        "api_key": "[withheld]",
+        "settings": {"db": [{"Password": "[withheld]", "user": "ann"}], "max_tokens": 5, "openai_api_key": "[withheld]"},
+    }
+    assert episode.error is not None
+    assert episode.error.message == "Incorrect API key provided: [withheld], header was [withheld]"
+
+
+def test_a_workflow_that_returns_work_undone_warns() -> None:
+    """A plain function that returns a coroutine has ended before its work begins: said once, with what to decorate instead."""
+
+    async def work() -> int:
+        return 1
+
+    @rllm.workflow
+    def app() -> Any:
+        return work()
+
+    with rllm.collect() as episodes, pytest.warns(rllm.RllmWarning, match=r"'app' returned a coroutine .* decorate the function that"):
+        result = app()
+    assert asyncio.run(result) == 1
+    assert [episode.termination for episode in episodes] == ["completed"]

@@ -106,6 +106,23 @@ print([(e.output, len(e.calls)) for e in episodes])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_draws_ids_of_its_own() -> None:
+    """Ids that the parent had ready are not used twice."""
+    code = """
+from rllm_trace._spans import sources
+sources.span_id()
+pid = os.fork()
+if pid == 0:
+    print(*(sources.span_id() for _ in range(300)), flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+print(*(sources.span_id() for _ in range(300)))
+"""
+    drawn = run(code).split()
+    assert (len(drawn), len(set(drawn))) == (600, 600)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_worker_of_a_configured_process_exports_what_it_records(tmp_path: Any) -> None:
     """As servers do that load the app before they fork; ``multiprocessing`` children leave without ``atexit``."""
     code = """
