@@ -15,9 +15,11 @@ from typing import Any
 
 import msgspec
 
+from rllm_trainer.advantages import rule_named
 from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, State, new_run_dir, require_same, write_json
 from rllm_trainer.config import SettingRow, Settings, make_settings, table
 from rllm_trainer.engine.memory import free_memory, model_shape, require_memory
+from rllm_trainer.engine.verl_settings import child_settings
 from rllm_trainer.exceptions import DatasetError, SettingError
 from rllm_trainer.models import DEFAULT_MODEL, resolve_model
 from rllm_trainer.report import Report
@@ -87,6 +89,7 @@ def plan_run(ask: Ask, report: Report) -> RunPlan:
     if ask.eval_dataset is None:
         refused = dict.fromkeys(_OF_EVALUATION, "there is no eval_dataset")
     settings = make_settings(ask.given, refused=refused)
+    rule_named(settings.algorithm)
     name = app_name(ask.app)
     binder = Binder(ask.app)
     rewards = plan_rewards(ask.reward, ask.app)
@@ -95,6 +98,7 @@ def plan_run(ask: Ask, report: Report) -> RunPlan:
     steps = _steps(tasks, settings, ask.given)
     _check_rows(tasks, eval_tasks, binder, rewards)
     model = resolve_model(ask.model, say=report.note)
+    child_settings(settings, model)  # refuses what the engine cannot honour
     memory = require_memory(model_shape(model), settings, available=free_memory())
     resume = Path(ask.resume) if isinstance(ask.resume, (str, Path)) else bool(ask.resume)
     run_dir = new_run_dir(Path(ask.output_dir) if ask.output_dir is not None else None, name=name, resume=resume)

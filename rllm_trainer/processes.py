@@ -70,7 +70,9 @@ def start_server(settings: Settings, model: Path, run_dir: Path) -> Server:
     """What serves the policy."""
     from rllm_trainer.serving.local import LocalServer
 
-    return LocalServer.start(model, run_dir=run_dir, max_model_len=settings.max_model_len, threads=settings.threads, port=settings.port)
+    return LocalServer.start(
+        model, run_dir=run_dir / "logs", max_model_len=settings.max_model_len, threads=settings.threads, port=settings.port
+    )
 
 
 def route_to(server: Server, settings: Settings, sites: CallSites | None) -> Route:
