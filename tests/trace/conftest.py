@@ -250,3 +250,23 @@ def spans() -> dict[str, Any]:
             **root,
         ),
     }
+
+
+@pytest.fixture
+def forked() -> Callable[..., None]:
+    """Runs a function in several forked processes at once, one for each tuple of arguments, and waits until all have ended well."""
+    import multiprocessing
+    import warnings
+
+    def run(function: Callable[..., None], *arguments: tuple[Any, ...]) -> None:
+        context = multiprocessing.get_context("fork")
+        processes = [context.Process(target=function, args=given) for given in arguments]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads is what is tested
+            for process in processes:
+                process.start()
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0] * len(processes)
+
+    return run

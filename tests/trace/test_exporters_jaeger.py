@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -144,15 +143,9 @@ def write(folder: Path, kinds: list[str], spans: dict[str, Span]) -> None:
         exporter.export(readable(spans, kind))
 
 
-def test_processes_may_write_one_trace(spans: dict[str, Span], tmp_path: Path) -> None:
+def test_processes_may_write_one_trace(spans: dict[str, Span], tmp_path: Path, forked: Any) -> None:
     """None of them loses what another has just merged."""
-    context = multiprocessing.get_context("spawn")
-    shares = (["workflow", "agent"], ["chat", "tool", "reward"])
-    workers = [context.Process(target=write, args=(tmp_path, kinds, {kind: spans[kind] for kind in kinds})) for kinds in shares]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(30)
+    forked(write, (tmp_path, ["workflow", "agent"], spans), (tmp_path, ["chat", "tool", "reward"], spans))
     (trace,) = json.loads((tmp_path / f"{TRACE}.jaeger.json").read_text())["data"]
     assert len(trace["spans"]) == 5
 

@@ -8,7 +8,6 @@ import decimal
 import enum
 import json
 import math
-import multiprocessing
 import uuid
 from pathlib import Path
 from typing import Any
@@ -83,24 +82,14 @@ def test_text_with_lone_surrogates_comes_back(full_episode: Episode, tmp_path: P
     assert read_episodes(tmp_path / "odd.jsonl") == [odd]
 
 
-def append(path: Path, name: str, episode: bytes) -> None:
-    from rllm_trace.exporters.jsonl import decode_episode
-
-    write_episodes(path, [named(decode_episode(episode), f"{name}-{number}") for number in range(20)])
+def append(path: Path, name: str, episode: Episode) -> None:
+    write_episodes(path, [named(episode, f"{name}-{number}") for number in range(20)])
 
 
-def test_processes_may_share_a_file(full_episode: Episode, tmp_path: Path) -> None:
+def test_processes_may_share_a_file(full_episode: Episode, tmp_path: Path, forked: Any) -> None:
     """Lines of concurrent writers never mix."""
-    from rllm_trace.exporters.jsonl import encode_episode
-
     path = tmp_path / "episodes.jsonl"
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=append, args=(path, name, encode_episode(full_episode))) for name in "ab"]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(30)
-    assert [worker.exitcode for worker in workers] == [0, 0]
+    forked(append, (path, "a", full_episode), (path, "b", full_episode))
     assert sorted(episode.id for episode in read_episodes(path)) == sorted(f"{name}-{number}" for name in "ab" for number in range(20))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import errno
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -408,40 +407,28 @@ def test_a_log_whose_seal_was_done_and_not_removed_counts_once(full_episode: Epi
 # many writers
 
 
-def write_some(folder: Path, name: str, count: int, line: bytes) -> None:
-    from rllm_trace.exporters.jsonl import decode_episode
-
-    found = decode_episode(line)
+def write_some(folder: Path, name: str, found: Episode) -> None:
     with Store(folder) as store:
-        for number in range(count):
+        for number in range(30):
             store.append(msgspec.structs.replace(found, id=f"{name}-{number}"))
 
 
-def test_processes_and_threads_write_at_once(full_episode: Episode, tmp_path: Path) -> None:
+def test_processes_and_threads_write_at_once(full_episode: Episode, tmp_path: Path, forked: Any) -> None:
     """Every process has a file of its own; nothing is lost, nothing doubled, and reading meanwhile sees whole episodes."""
-    from rllm_trace.exporters.jsonl import encode_episode
-
-    context = multiprocessing.get_context("spawn")
-    line = encode_episode(full_episode)
-    workers = [context.Process(target=write_some, args=(tmp_path, f"p{number}", 30, line)) for number in range(2)]
-    for worker in workers:
-        worker.start()
     store = Store(tmp_path)
-    threads = [
-        threading.Thread(
-            target=lambda name=name: [store.append(msgspec.structs.replace(full_episode, id=f"{name}-{number}")) for number in range(30)]
-        )
-        for name in ("t0", "t1")
-    ]
+
+    def append(name: str) -> None:
+        for number in range(30):
+            store.append(msgspec.structs.replace(full_episode, id=f"{name}-{number}"))
+
+    threads = [threading.Thread(target=append, args=(name,)) for name in ("t0", "t1")]
     for thread in threads:
         thread.start()
+    forked(write_some, (tmp_path, "p0", full_episode), (tmp_path, "p1", full_episode))
     seen = ids(store)
     assert len(seen) == len(set(seen))
     for thread in threads:
         thread.join(30)
-    for worker in workers:
-        worker.join(60)
-    assert [worker.exitcode for worker in workers] == [0, 0]
     store.close()
     assert sorted(ids(store)) == sorted(f"{name}-{number}" for name in ("p0", "p1", "t0", "t1") for number in range(30))
 
@@ -461,18 +448,11 @@ def in_child(store: Store, found: Episode) -> None:
     store.close()
 
 
-def test_a_forked_child_writes_its_own_file(full_episode: Episode, tmp_path: Path) -> None:
+def test_a_forked_child_writes_its_own_file(full_episode: Episode, tmp_path: Path, forked: Any) -> None:
     """A store that was open at the fork is used by both; neither touches the other's log."""
     store = Store(tmp_path)
     store.append(full_episode)
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads is what this test is about
-        process = multiprocessing.get_context("fork").Process(target=in_child, args=(store, full_episode))
-        process.start()
-    process.join(60)
-    assert process.exitcode == 0
+    forked(in_child, (store, full_episode))
     store.append(msgspec.structs.replace(full_episode, id="parent"))
     assert sorted(ids(store)) == ["child", "ep-1", "parent"]
     store.close()
