@@ -16,7 +16,7 @@ from rllm_trace._plain import loads
 from rllm_trace._span_attributes import span_from_attributes
 from rllm_trace._spans import Span
 
-__all__ = ["ReceivedSpan", "spans_of_json", "spans_of_protobuf"]
+__all__ = ["ReceivedSpan", "spans_of_document", "spans_of_json", "spans_of_protobuf"]
 
 Json = Mapping[str, Any]
 
@@ -124,8 +124,12 @@ def _value(value: Any) -> Any:
 
 
 def spans_of_json(body: bytes | str) -> list[ReceivedSpan]:
-    """The spans of an OTLP request (or of an exported TracesData document) in JSON. Raises ValueError if it is none."""
-    document = loads(body)
+    """The spans of an OTLP request in JSON. Raises ValueError if it is none."""
+    return spans_of_document(loads(body))
+
+
+def spans_of_document(document: Any) -> list[ReceivedSpan]:
+    """The same for one that has been parsed, or for an exported TracesData document."""
     if not isinstance(document, dict) or "resourceSpans" not in document:
         raise ValueError("the body is no OTLP request in JSON: it has no resourceSpans")
     try:

@@ -17,7 +17,7 @@ from rllm_trace._store_rows import Row
 from rllm_trace.exceptions import ConfigurationError
 from rllm_trace.types import Logprobs, TokenIds
 
-__all__ = ["FILTERED", "count_rows", "has_parquet", "read_column", "read_metadata", "read_rows", "write_rows"]
+__all__ = ["FILTERED", "count_rows", "has_parquet", "read_column", "read_metadata", "read_rows", "read_table", "write_rows"]
 
 _VERSION_KEY: Final = "rllm.episodes.version"
 _VERSION: Final = 1
@@ -198,6 +198,17 @@ def read_column(path: Path, name: str) -> list[Any]:
     """One column of the file."""
     _, pq = _arrow()
     return pq.read_table(path, columns=[name]).column(name).to_pylist()
+
+
+def read_table(path: Path) -> list[Row]:
+    """The rows of any Parquet file as plain values, times as Unix nanoseconds."""
+    pa, pq = _arrow()
+    table = pq.read_table(path)
+    for position, field in enumerate(table.schema):
+        if pa.types.is_timestamp(field.type):
+            nanoseconds = table.column(position).cast(pa.timestamp("ns", tz=field.type.tz)).cast(pa.int64())
+            table = table.set_column(position, field.name, nanoseconds)
+    return table.to_pylist()
 
 
 def count_rows(path: Path) -> int:
