@@ -30,6 +30,7 @@ Message = dict[str, Any]
 
 Drift = Literal["thinking stripped", "whitespace", '""/None', "tool arguments re-serialised", "stop string trimmed"]
 
+_BLOCK = 64
 _SYSTEM_ROLES = frozenset({"system", "developer"})
 _THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
 _THINK_CLOSED = "</think>"
@@ -72,11 +73,13 @@ def split_system(messages: Sequence[Message]) -> int:
 
 def common_length(left: Sequence[Message], right: Sequence[Message]) -> int:
     """Number of leading messages that are the same."""
-    length = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b and view(a) != view(b):
-            break
-        length += 1
+    length = min(len(left), len(right))
+    for start in range(0, length, _BLOCK):
+        stop = min(length, start + _BLOCK)
+        if left[start:stop] != right[start:stop]:
+            for index in range(start, stop):
+                if left[index] != right[index] and view(left[index]) != view(right[index]):
+                    return index
     return length
 
 

@@ -2,7 +2,7 @@
 
 A call places its prompt and its replies. An edge of the tree holds the tokens that a call adds to the longest prefix recorded
 before it; where two sequences part inside an edge, the edge is cut there. The finished tree depends on the set of placed calls
-and on nothing else: nodes are numbered depth first, children by their first token.
+and on nothing else: nodes are numbered depth first, the largest child first, equally large ones by their first token.
 
 Placing touches each token a fixed number of times, in numpy. A prompt is first compared with the last call of its own lineage;
 where that fails, position-weighted hashes of all recorded ends find the longest one that it starts with. A hash only proposes:
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from rllm_trainer.types import Int32
 
-__all__ = ["TokenTree", "TreeBuilder"]
+__all__ = ["Int64", "SharedPrefixes", "TokenTree", "TreeBuilder", "shared_length"]
 
 Int64 = npt.NDArray[np.int64]
 _UInt64 = npt.NDArray[np.uint64]
@@ -29,6 +29,8 @@ _UInt64 = npt.NDArray[np.uint64]
 ROOT = 0
 _WORD = (1 << 64) - 1
 _FIRST_BLOCK = 256
+_PROMPT = -1
+_NOTHING: Int32 = np.empty(0, np.int32)
 
 
 class TokenTree(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -38,13 +40,16 @@ class TokenTree(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """
 
     tokens: Int32
-    """(D) the edges' tokens, depth first."""
+    """(D) the edges' tokens, in order of the nodes."""
     parents: Int32
     """(N) -1 for the root; else smaller than the node."""
     depths: Int64
     """(N) tokens on the path from the root through the node's edge."""
     offsets: Int64
     """(N + 1) node n's edge is ``tokens[offsets[n]:offsets[n + 1]]``."""
+    tops: Int32
+    """(N) where the node's run begins: a node directly after its parent is of its parent's run, and a run's tokens lie together.
+    The largest child comes first, so a path has few runs, however deep it is."""
     prompt_ends: Int32
     """(C) node where the call's prompt ends; calls in order of their keys."""
     reply_calls: Int32
@@ -60,6 +65,7 @@ class TokenTree(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             self.parents,
             self.depths,
             self.offsets,
+            self.tops,
             self.prompt_ends,
             self.reply_calls,
             self.reply_ends,
@@ -70,19 +76,14 @@ class TokenTree(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """Tokens [start, stop) of the path from the root to the end of ``node``; a new array."""
         depth = int(self.depths[node])
         stop = depth if stop is None else min(stop, depth)
-        runs: list[tuple[int, int]] = []
+        runs: list[Int32] = []
         while depth > start:
-            first, last = int(self.offsets[node]), int(self.offsets[node + 1])
-            above = depth - (last - first)
+            top, last = int(self.tops[node]), int(self.offsets[node + 1])
+            above = depth - (last - int(self.offsets[top]))
             if above < stop:
-                run = (first + max(0, start - above), last - max(0, depth - stop))
-                if runs and run[1] == runs[-1][0]:
-                    run = (run[0], runs.pop()[1])
-                runs.append(run)
-            node, depth = int(self.parents[node]), above
-        if not runs:
-            return np.empty(0, np.int32)
-        return np.concatenate([self.tokens[first:last] for first, last in reversed(runs)])
+                runs.append(self.tokens[last - depth + max(start, above) : last - max(0, depth - stop)])
+            node, depth = int(self.parents[top]), above
+        return np.concatenate(runs[::-1]) if runs else _NOTHING.copy()
 
     def nearest(self, ends: Int32) -> Int32:
         """(N) for each node the nearest of ``ends`` at or above it, -1 where there is none."""
@@ -142,7 +143,7 @@ class TreeBuilder:
     """A tree that grows call by call. Holds the given arrays, uncopied, until ``finish``; they must not change meanwhile."""
 
     def __init__(self) -> None:
-        self._edges: list[Int32] = [np.empty(0, np.int32)]
+        self._edges: list[Int32] = [_NOTHING]
         self._parents: list[int] = [-1]
         self._children: list[dict[int, int]] = [{}]
         self._placed: list[_Placed] = []
@@ -175,6 +176,7 @@ class TreeBuilder:
         )
         self._placed.append(placed)
         self._last[lineage] = placed
+        self._ends.add(len(prompt), placed.prompt_hash, placed, _PROMPT)
         for index, reply in enumerate(replies):
             if len(reply):
                 self._ends.add(len(prompt) + len(reply), placed.reply_hashes[index], placed, index)
@@ -188,31 +190,45 @@ class TreeBuilder:
         np.cumsum(lengths, out=offsets[1:])
         parents = np.fromiter((renumbered[self._parents[node]] if node else -1 for node in order), np.int32, len(order))
         depths: list[int] = lengths.tolist()
+        tops = list(range(len(order)))
         for node, parent in enumerate(parents.tolist()):
             if node:
                 depths[node] += depths[parent]
+                tops[node] = tops[parent] if parent == node - 1 else node
         placed = sorted(self._placed, key=lambda call: call.key)
         return TokenTree(
             tokens=np.concatenate(edges),
             parents=parents,
             depths=np.asarray(depths, np.int64),
             offsets=offsets,
+            tops=np.asarray(tops, np.int32),
             prompt_ends=np.asarray([renumbered[call.prompt_node] for call in placed], np.int32),
             reply_calls=np.asarray([index for index, call in enumerate(placed) for _ in call.replies], np.int32),
             reply_ends=np.asarray([renumbered[node] for call in placed for node in call.reply_nodes], np.int32),
         )
 
     def _depth_first(self) -> tuple[list[int], list[int]]:
+        """Nodes in their final order, and for each node its place there: largest child first, then by first token."""
+        sizes = [1] * len(self._edges)
+        for node in reversed(self._walk([sorted(children) for children in self._children])):
+            if node:
+                sizes[self._parents[node]] += sizes[node]
+        ordered = [sorted(children, key=lambda first, of=children: (-sizes[of[first]], first)) for children in self._children]
+        order = self._walk(ordered)
+        renumbered = [0] * len(order)
+        for place, node in enumerate(order):
+            renumbered[node] = place
+        return order, renumbered
+
+    def _walk(self, firsts: Sequence[Sequence[int]]) -> list[int]:
         order: list[int] = []
-        renumbered = [0] * len(self._edges)
         open_nodes = [ROOT]
         while open_nodes:
             node = open_nodes.pop()
-            renumbered[node] = len(order)
             order.append(node)
             children = self._children[node]
-            open_nodes.extend(children[first] for first in sorted(children, reverse=True))
-        return order, renumbered
+            open_nodes.extend(children[first] for first in reversed(firsts[node]))
+        return order
 
     def _recorded_prefix(self, prompt: Int32, lineage: str) -> tuple[int, int, int]:
         """A node that ``prompt`` passes through, its depth and its hash: the deepest recorded end, where that can be found at once."""
@@ -227,8 +243,10 @@ class TreeBuilder:
                 return last.prompt_node, length, last.prompt_hash
             return last.reply_nodes[best], length, last.reply_hashes[best]
         for placed, index in self._ends.longest_first(prompt):
-            reply = placed.replies[index]
+            reply = _NOTHING if index == _PROMPT else placed.replies[index]
             if _starts_with(prompt, placed.prompt, 0) and _starts_with(prompt, reply, len(placed.prompt)):
+                if index == _PROMPT:
+                    return placed.prompt_node, len(placed.prompt), placed.prompt_hash
                 return placed.reply_nodes[index], len(placed.prompt) + len(reply), placed.reply_hashes[index]
         return ROOT, 0, 0
 
@@ -264,7 +282,7 @@ class TreeBuilder:
 
 
 class _Ends:
-    """Where recorded replies end: length and hash of each, for the question which of them a prompt starts with."""
+    """Where recorded prompts and replies end: length and hash of each, for the question which of them a new prompt starts with."""
 
     def __init__(self) -> None:
         self._lengths = np.empty(64, np.int64)
@@ -284,6 +302,7 @@ class _Ends:
         """Those whose hash is that of the prompt's first tokens, longest first; among equals the one placed first."""
         count = len(self._whose)
         fitting = np.flatnonzero(self._lengths[:count] <= len(prompt))
+        fitting = fitting[self._lengths[fitting] > 0]
         if not len(fitting):
             return []
         lengths = self._lengths[fitting]
