@@ -6,6 +6,7 @@ Each is a child process that we own; a start that fails closes the other one, an
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
@@ -15,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from rllm_trace.routing import CallSites, Route
 from rllm_trainer.config import Settings
+from rllm_trainer.exceptions import ServerError
 from rllm_trainer.loop import TrainingEngine
 from rllm_trainer.rollout.runner import RunInterrupted
 from rllm_trainer.serving.base import Server
@@ -36,6 +38,7 @@ T = TypeVar("T", bound=_Closable)
 @contextmanager
 def running(settings: Settings, model: Path, run_dir: Path, stop: threading.Event) -> Generator[tuple[TrainingEngine, Server]]:
     """Both, started side by side. Raises what a start raised; ``RunInterrupted`` where the stop event was set meanwhile."""
+    _require_free_port(settings.port)
     engine = _started("engine", lambda: start_engine(settings, model, run_dir))
     server = _started("server", lambda: start_server(settings, model, run_dir))
     try:
@@ -51,6 +54,7 @@ def running(settings: Settings, model: Path, run_dir: Path, stop: threading.Even
 @contextmanager
 def serving(settings: Settings, model: Path, run_dir: Path, stop: threading.Event) -> Generator[Server]:
     """A server alone."""
+    _require_free_port(settings.port)
     server = _started("server", lambda: start_server(settings, model, run_dir))
     try:
         _wait([server], stop)
@@ -87,6 +91,18 @@ def route_to(server: Server, settings: Settings, sites: CallSites | None) -> Rou
         call_timeout=settings.call_timeout,
         sites=sites,
     )
+
+
+def _require_free_port(port: int) -> None:
+    """Says that a port is taken before anything takes seconds to start."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ServerError(
+                f"port {port} on 127.0.0.1 cannot be used: {error.strerror}; give another port, or port=0 for a free one"
+            ) from None
 
 
 def _started(name: str, start: Callable[[], T]) -> Future[T]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import socket
 import threading
 
@@ -15,12 +16,14 @@ from rllm_trainer.config import make_settings
 from rllm_trainer.exceptions import (
     AppArgumentsError,
     DatasetError,
+    EngineError,
     ModelError,
     NoSignal,
     RewardError,
     ServerError,
     SettingError,
     TooManyFaults,
+    TrainerError,
 )
 from rllm_trainer.models import resolve_model
 from rllm_trainer.rollout.record import read_lines
@@ -144,16 +147,28 @@ def test_evaluate_refuses_what_it_does_not_use(tmp_path):
         evaluate(app, ROWS, reward=length, sampling={"temperature": 1}, output_dir=tmp_path / "run")
 
 
-# while it starts
-
-
 def test_a_port_in_use(tmp_path):
-    """A port that is taken is named, and the engine that was starting is gone too."""
+    """A port that is taken is named before anything is started."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        refused(ServerError, str(port), port=port, tmp_path=tmp_path)
+        words = f"port {port} on 127.0.0.1 cannot be used: Address already in use; give another port"
+        refused(ServerError, words, port=port, tmp_path=tmp_path)
+
+
+# while it starts
+
+
+def test_an_engine_that_cannot_start(tmp_path):
+    """Where one of the two cannot start, the error has its last words, and the other one is gone too."""
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model("tiny-qwen2"), folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(TrainerError) as caught:
+        fit(app, ROWS, output_dir=tmp_path / "run", reward=length, **GIVEN | {"model": folder})
+    assert isinstance(caught.value, (ServerError, EngineError, ModelError))
 
 
 # while it runs
