@@ -24,7 +24,7 @@ from rllm_trace._guard import guard
 from rllm_trace.clients._call import ClientCall, Destination
 from rllm_trace.clients._decode import Operation, Reply
 from rllm_trace.clients._direct import async_sender, sender
-from rllm_trace.routing import kept_header
+from rllm_trace.routing import current_route, kept_header
 
 __all__ = ["ensure", "install", "uninstall"]
 
@@ -215,12 +215,17 @@ _ASYNC: Final[dict[str, Any]] = dict(
 
 def _begin(client: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ClientCall | None:
     """The call that begins here, planned; None: nothing of ours."""
-    if not _State.active or current() is None:
+    scope = current()
+    if not _State.active or scope is None:
         return None
     call: ClientCall | None = None
+    options = args[1] if len(args) > 1 else kwargs.get("options")
     with guard("client"):
-        call = _opened(client, args[1] if len(args) > 1 else kwargs.get("options"))
+        call = _opened(client, options)
     if call is None:
+        route = current_route()
+        if route is not None and scope.episode.closed and _operation(options) is not None:
+            route.endpoint(scope)  # raises where its rollout was given up: the call must reach nobody, the app's own endpoint least of all
         return None
     with guard("client"):
         call.plan()
