@@ -231,7 +231,7 @@ def test_what_continues_nothing_is_a_break_at_its_first_differing_token(plan: li
 @relaxed
 @given(plans, st.integers(2, 12))
 def test_over_long_rows_lose_nothing_unsaid(plan: list[Any], max_len: int) -> None:
-    """Split: each token once, in rows that fit, with one context in every mode. Mask: what is not trained is counted, in each mode alike."""
+    """Split: each token once, in rows that fit, with one context in every mode. Mask: what is lost is counted, in each mode alike."""
     grown = grow(plan)
     for overlong in ("split", "mask"):
         per_mode = [build_samples(episode_of(grown), mode=mode, max_len=max_len, overlong=overlong) for mode in MODES]
