@@ -58,7 +58,9 @@ def make_batches(rows: Sequence[Row], *, settings: Settings, step: int, policy_v
     for row in rows:
         groups.setdefault(row.group, []).append(row)
     if mini_batches > max(1, len(groups)):
-        raise SettingError(f"got {mini_batches} mini-batches for {len(groups)} task groups; a group is never cut, so ask for at most that many")
+        raise SettingError(
+            f"got {mini_batches} mini-batches for {len(groups)} task groups; a group is never cut, so ask for at most that many"
+        )
     parts: list[list[Row]] = [[] for _ in range(mini_batches)]
     tokens = [0] * mini_batches
     for members in groups.values():

@@ -115,7 +115,9 @@ def _rule_of(role: str, algorithm: Algorithm) -> str:
     if isinstance(algorithm, str):
         return algorithm
     if role not in algorithm:
-        raise SettingError(f"algorithm names no rule for role {role!r}; it has {', '.join(sorted(algorithm))}: add one for every role that is trained")
+        raise SettingError(
+            f"algorithm names no rule for role {role!r}; it has {', '.join(sorted(algorithm))}: add one for every role that is trained"
+        )
     return algorithm[role]
 
 

@@ -9,5 +9,6 @@ RULE = Rule(
     summary="Generalised advantages of a critic.",
     grouped=False,
     inert_without_spread=False,
-    refused="its critic cannot be loaded without a GPU (verl 0.9.1 fixes flash attention for value heads); use 'grpo', 'rloo' or 'reinforce_plus_plus'",
+    refused="its critic cannot be loaded without a GPU (verl 0.9.1 fixes flash attention for value heads); "
+    "use 'grpo', 'rloo' or 'reinforce_plus_plus'",
 )

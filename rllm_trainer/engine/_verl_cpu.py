@@ -7,17 +7,18 @@ only ``VERL_PLATFORM=cpu`` selects it, which our worker sets in its own process,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
+import torch as _torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 __all__ = ["CpuPlatform"]
+
+torch: Any = _torch
 
 
 class _DeviceModule(types.ModuleType):
@@ -35,7 +36,7 @@ class _DeviceModule(types.ModuleType):
     def device_count(self) -> int:
         return 1
 
-    def current_device(self) -> torch.device:
+    def current_device(self) -> Any:
         return torch.device("cpu")
 
     def set_device(self, device: object) -> None: ...
@@ -59,10 +60,10 @@ class _DeviceModule(types.ModuleType):
         page = os.sysconf("SC_PAGE_SIZE")
         return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
-    def get_rng_state(self, device: object = None) -> torch.Tensor:
+    def get_rng_state(self, device: object = None) -> Any:
         return torch.get_rng_state()
 
-    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
+    def set_rng_state(self, state: Any, device: object = None) -> None:
         torch.set_rng_state(state)
 
     def get_device_name(self, device: object = None) -> str:
@@ -124,9 +125,8 @@ class CpuPlatform(PlatformBase):
     def visible_devices_envvar(self) -> str:
         return "CUDA_VISIBLE_DEVICES"
 
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield
+    def nvtx_range(self, msg: str) -> Any:
+        return contextlib.nullcontext()
 
     def profiler_start(self) -> None: ...
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-import torch
-from verl.utils import torch_functional
-from verl.utils.device import get_device_id, get_device_name
-from verl.utils.torch_dtypes import PrecisionType
-from verl.workers.engine.base import EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from rllm_trainer.engine._verl_api import (
+    EngineRegistry,
+    FSDPEngineWithLMHead,
+    PrecisionType,
+    get_device_id,
+    get_device_name,
+    torch,
+    torch_functional,
+)
 
 __all__ = ["VENDOR", "TokenEngine"]
 
@@ -37,14 +40,14 @@ class _Picked:
         return (hidden[self.rows, self.positions], *rest)
 
 
-@EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device=["cpu", "cuda"], vendor=VENDOR)
-class TokenEngine(FSDPEngineWithLMHead):
+class TokenEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     """Takes jagged ``input_ids``, ``position_ids``, ``predict_at``, ``labels`` and (B) ``temperature``; gives jagged ``log_probs``
     (and ``entropy`` where ``calculate_entropy``) with one entry per label."""
 
     def _build_fsdp_module(self, module: Any) -> Any:
         if torch.distributed.get_world_size() > 1:
-            wrapped = super()._build_fsdp_module(module)
+            verls: Any = super()
+            wrapped = verls._build_fsdp_module(module)
         else:
             self._autocast_dtype = PrecisionType.to_dtype(self.engine_config.mixed_precision["param_dtype"])
             self.scaler = None
@@ -84,6 +87,9 @@ class TokenEngine(FSDPEngineWithLMHead):
         if self._autocast_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
+
+
+EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device=["cpu", "cuda"], vendor=VENDOR)(TokenEngine)
 
 
 def _token_outputs(logits: Any, labels: Any, temperature: Any, *, entropy: bool, sum_pi_squared: bool) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A unit is what a group counts once: an episode, a trajectory or a call. It lies in one line of verl's matrices, its trained tokens in
 the order they were sampled, its score on the last one; so verl's means, deviations and whitening see each unit once, and each of its
-tokens once, however it was cut into rows. A unit without trained tokens has an empty line: its score counts in its group, it has no gradient.
+tokens once, however it was cut into rows. A unit without trained tokens has an empty line:
+its score counts in its group, it has no gradient.
 """
 
 from __future__ import annotations
@@ -12,12 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
-from verl.trainer.config.algorithm import AlgoConfig, RolloutCorrectionConfig
-from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
 from rllm_trainer._child import to_array
+from rllm_trainer.engine._verl_api import AlgoConfig, RolloutCorrectionConfig, core_algos, rollout_corr_helper, torch
 
 __all__ = ["advantages", "correction", "estimate"]
 
@@ -89,7 +87,7 @@ def correction(payload: dict[str, Any]) -> dict[str, Any]:
     """Importance weights (L), kept tokens (L) and metrics of one of verl's decoupled corrections; lines are trajectories."""
     lines = _Lines(to_array(payload["lengths"]))
     config = _correction_config(payload["correction"])
-    weights, mask, metrics = compute_rollout_correction_and_rejection_mask(
+    weights, mask, metrics = rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
         old_log_prob=lines.of(to_array(payload["old_logprobs"])),
         rollout_log_prob=lines.of(to_array(payload["recorded_logprobs"])),
         response_mask=lines.mask,
@@ -103,13 +101,13 @@ def correction(payload: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _correction_config(asked: str | dict[str, Any]) -> RolloutCorrectionConfig:
+def _correction_config(asked: str | dict[str, Any]) -> Any:
     """A preset by name, or verl's fields; only decoupled ones are corrections of old logprobs."""
     if isinstance(asked, dict):
         return RolloutCorrectionConfig(**asked)
     preset = getattr(RolloutCorrectionConfig, asked, None)
     if preset is None or asked.startswith("_"):
-        known = sorted(name for name in vars(RolloutCorrectionConfig) if name.startswith(("decoupled", "disabled")))
+        known = sorted(name for name in dir(RolloutCorrectionConfig) if name.startswith(("decoupled", "disabled")))
         raise ValueError(f"got correction {asked!r}; verl's presets are {', '.join(known)}")
     return preset()
 

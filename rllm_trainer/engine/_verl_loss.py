@@ -7,12 +7,10 @@ gradient depend neither on rows nor on micro-batches. KL and entropy terms carry
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
-import torch
-from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
-
+from rllm_trainer.engine._verl_api import core_algos, torch
 from rllm_trainer.engine.policy_losses import PolicyLoss
 
 __all__ = ["TokenLoss"]
@@ -26,13 +24,13 @@ class TokenLoss:
     def __init__(self, kind: PolicyLoss, config: Any, *, kl_coef: float, kl_estimator: str, entropy_coef: float) -> None:
         self.kind = kind
         self.entropy = entropy_coef != 0
-        self._policy_loss = get_policy_loss_fn(kind.name)
+        self._policy_loss = core_algos.get_policy_loss_fn(kind.name)
         self._config = config
         self._kl_coef = kl_coef
         self._kl_estimator = kl_estimator
         self._entropy_coef = entropy_coef
-        self._terms: Counter[str] = Counter()
-        self._averages: Counter[str] = Counter()
+        self._terms: defaultdict[str, float] = defaultdict(float)
+        self._averages: defaultdict[str, float] = defaultdict(float)
         self._tokens = 0
 
     def clear(self) -> None:
@@ -55,7 +53,7 @@ class TokenLoss:
             terms["actor/entropy"] = _weighted_sum(model_output["entropy"].values(), weights, ranks) / denominator
             loss = loss - self._entropy_coef * terms["actor/entropy"]
         if self._kl_coef:
-            estimate = kl_penalty(log_probs, data["ref_logprobs"].values(), self._kl_estimator)
+            estimate = core_algos.kl_penalty(log_probs, data["ref_logprobs"].values(), self._kl_estimator)
             terms["kl_loss"] = _weighted_sum(estimate, weights, ranks) / denominator
             loss = loss + self._kl_coef * terms["kl_loss"]
         terms["loss"] = loss
@@ -79,7 +77,7 @@ class TokenLoss:
             shares = weights * weights.numel()  # verl divides the one line by its token count
         elif self.kind.mean == "mean of sequences":
             shares = torch.ones_like(weights)
-        if "is_weights" in data.keys():
+        if "is_weights" in data:
             shares = shares * data["is_weights"].values()
         self._config.global_batch_info.update(
             dp_size=ranks, batch_num_tokens=denominator, global_batch_size=denominator, loss_scale_factor=None
@@ -122,4 +120,4 @@ class _Lines:
 
 def _weighted_sum(values: Any, weights: Any, ranks: int) -> Any:
     line = (values * weights).unsqueeze(0)
-    return agg_loss(loss_mat=line, loss_mask=torch.ones_like(line), loss_agg_mode=_SUM, dp_size=ranks)
+    return core_algos.agg_loss(loss_mat=line, loss_mask=torch.ones_like(line), loss_agg_mode=_SUM, dp_size=ranks)

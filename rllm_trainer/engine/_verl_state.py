@@ -7,15 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
-from verl.utils.model import convert_weight_keys
-
+from rllm_trainer.engine._verl_api import DTensor, convert_weight_keys, distribute_tensor, torch
 from rllm_trainer.engine.tensor_file import RawTensor
 
-__all__ = ["adapter", "load_into", "load_optimizer", "merged_weights", "optimizer_state", "random_states", "raw", "read_tensors", "set_random_states", "weights", "whole"]
+__all__ = [
+    "adapter",
+    "load_into",
+    "load_optimizer",
+    "merged_weights",
+    "optimizer_state",
+    "random_states",
+    "raw",
+    "read_tensors",
+    "set_random_states",
+    "weights",
+    "whole",
+]
 
 _CODES = {
     torch.float32: "F32",
@@ -77,7 +86,9 @@ def load_into(engine: Any, tensors: Mapping[str, Any]) -> None:
     own = _own_names(module, lora=any(_LORA in name for name in tensors))
     missing, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     if missing or unknown:
-        raise ValueError(f"got weights of another model: {len(missing)} tensors missing {missing[:3]}, {len(unknown)} unknown {unknown[:3]}")
+        raise ValueError(
+            f"got weights of another model: {len(missing)} tensors missing {missing[:3]}, {len(unknown)} unknown {unknown[:3]}"
+        )
     with torch.no_grad():
         for name, target in own.items():
             if tuple(target.shape) != tuple(tensors[name].shape):
@@ -138,9 +149,9 @@ def raw(tensors: Mapping[str, Any]) -> Iterator[RawTensor]:
 
 def read_tensors(path: Path) -> dict[str, Any]:
     """All tensors of a safetensors file."""
-    from safetensors.torch import load_file
+    import safetensors.torch as safetensors
 
-    return load_file(str(path))
+    return cast("Any", safetensors).load_file(str(path))
 
 
 def whole(tensor: Any) -> Any:
@@ -170,4 +181,8 @@ def _own_names(module: Any, *, lora: bool) -> dict[str, Any]:
 def _lora_scales(module: Any) -> dict[str, float]:
     """Layer name -> alpha / r, as peft applies it."""
     layers: Iterable[tuple[str, Any]] = module.named_modules()
-    return {name.removeprefix(_PEFT_PREFIX): float(layer.scaling["default"]) for name, layer in layers if hasattr(layer, "lora_A") and hasattr(layer, "scaling")}
+    return {
+        name.removeprefix(_PEFT_PREFIX): float(layer.scaling["default"])
+        for name, layer in layers
+        if hasattr(layer, "lora_A") and hasattr(layer, "scaling")
+    }

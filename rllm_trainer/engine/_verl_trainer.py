@@ -10,31 +10,21 @@ import os
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
-import torch
-from verl.trainer.config import CheckpointConfig
-from verl.utils import tensordict_utils as tu
-from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
-from verl.workers.config.actor import PolicyLossConfig
-from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 
-from rllm_trainer._child import to_array
-from rllm_trainer.engine import _verl_engine, _verl_estimators, _verl_state
-from rllm_trainer.engine._verl_loss import TokenLoss
+from rllm_trainer.engine import _verl_estimators, _verl_state
+from rllm_trainer.engine._verl_api import torch
+from rllm_trainer.engine._verl_rows import FlatRows
+from rllm_trainer.engine._verl_setup import make_loss, make_worker
 from rllm_trainer.engine._verl_worker import DEVICE_VARIABLE
-from rllm_trainer.engine.policy_losses import PolicyLoss
 from rllm_trainer.engine.tensor_file import write_tensors
-from rllm_trainer.engine.verl_batch import Columns, plan_micro_batches, rows_of_sequences, wanted_for_update
+from rllm_trainer.engine.verl_batch import plan_micro_batches, rows_of_sequences, wanted_for_update
 
 __all__ = ["VerlTrainer"]
 
-assert _verl_engine.VENDOR  # importing it registers the engine with verl
-
-_FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-_BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 _LOGIT_BYTES = 1 << 29
 """Most bytes of one matrix of logits; about three live at once."""
 
@@ -43,18 +33,20 @@ class VerlTrainer:
     """Methods named like a call answer it."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._place = {name: config[name] for name in ("rank", "ranks", "meeting_file")} | {"device": os.environ[DEVICE_VARIABLE]}
+        self._place: dict[str, Any] = {name: config[name] for name in ("rank", "ranks", "meeting_file")} | {
+            "device": os.environ[DEVICE_VARIABLE]
+        }
         self._rank, self._ranks = int(config["rank"]), int(config["ranks"])
         _join_group(self._place)
         self._build(config)
 
     def _build(self, config: dict[str, Any]) -> None:
-        self._config = {**config, **self._place}
+        self._config: dict[str, Any] = {**config, **self._place}
         torch.set_num_threads(int(config["threads"]))
         _seed(int(config["seed"]) + self._rank)
         self._reference: Any = None
-        self._worker = self._make_worker(trained=True)
-        self._loss = self._make_loss()
+        self._worker: Any = make_worker(self._config, trained=True)
+        self._loss = make_loss(self._config)
         self._worker.set_loss_fn(self._loss)
         self._vocab = int(self._worker.engine.module.config.get_text_config().vocab_size)
 
@@ -96,13 +88,15 @@ class VerlTrainer:
         return {"values": self._read(payload, "sum_pi_squared")}
 
     def _read(self, payload: dict[str, Any], name: str) -> Any:
-        rows = _Rows(payload)
+        rows = FlatRows(payload)
         wanted = np.ones(len(rows.token_ids), np.bool_)
         wanted[rows.offsets[:-1]] = False
         out = np.full(len(rows.token_ids), np.nan, np.float32)
         worker, flags = self._policy_or_reference(bool(payload["reference"]))
         for micro_batch, live in self._micro_batches(rows, wanted):
-            data, places = rows.tensordict(micro_batch, wanted, {}, compute_loss=False, calculate_sum_pi_squared=name == "sum_pi_squared", **flags)
+            data, places = rows.tensordict(
+                micro_batch, wanted, {}, compute_loss=False, calculate_sum_pi_squared=name == "sum_pi_squared", **flags
+            )
             output = worker.infer_batch(data)
             if live:
                 out[places] = output[name].values().numpy()
@@ -129,17 +123,19 @@ class VerlTrainer:
     def export(self, payload: dict[str, Any]) -> dict[str, Any]:
         """One file with the current weights, or with the adapter alone."""
         engine = self._worker.engine
-        lora = self._config["lora"]
-        as_adapter = lora is not None and not payload["merged"]
-        if as_adapter:
-            tensors = _verl_state.adapter(engine)
+        lora: dict[str, Any] | None = self._config["lora"]
+        metadata: dict[str, str] = {}
+        if lora is None:
+            tensors = _verl_state.weights(engine)
+        elif payload["merged"]:
+            tensors = _verl_state.merged_weights(engine)
         else:
-            tensors = _verl_state.weights(engine) if lora is None else _verl_state.merged_weights(engine)
+            tensors = _verl_state.adapter(engine)
+            metadata = {"lora_alpha": str(lora["alpha"]), "r": str(lora["r"])}
         if self._rank != 0:
             return {}
-        metadata = {"lora_alpha": str(lora["alpha"]), "r": str(lora["r"])} if as_adapter else {}
         digest, size = write_tensors(Path(payload["path"]), list(_verl_state.raw(tensors)), metadata)
-        return {"digest": digest, "num_bytes": size, "tensors": len(tensors), "lora": as_adapter}
+        return {"digest": digest, "num_bytes": size, "tensors": len(tensors), "lora": bool(metadata)}
 
     def save(self, payload: dict[str, Any]) -> dict[str, Any]:
         """Weights, moments and random states as files of a folder that the parent makes whole."""
@@ -163,7 +159,9 @@ class VerlTrainer:
         """Back to what ``save`` wrote."""
         engine, folder = self._worker.engine, Path(payload["folder"])
         lora = self._config["lora"] is not None
-        _verl_state.load_into(engine, _verl_state.read_tensors(folder / ("adapter/adapter_model.safetensors" if lora else "model.safetensors")))
+        _verl_state.load_into(
+            engine, _verl_state.read_tensors(folder / ("adapter/adapter_model.safetensors" if lora else "model.safetensors"))
+        )
         _verl_state.load_optimizer(engine, _verl_state.read_tensors(folder / "optimizer.safetensors"))
         random_file = folder / f"random-{self._rank}.safetensors"
         if random_file.exists():
@@ -177,12 +175,13 @@ class VerlTrainer:
         norm = float(self._worker.optimizer_step({"lr": float(payload["lr"])})["grad_norm"])
         if not np.isfinite(norm):
             raise FloatingPointError(
-                f"the gradient's norm is {norm}, so the weights were left as they were; lower lr, or look for a reward or logprob out of range"
+                f"the gradient's norm is {norm}, so the weights were left as they were; "
+                "lower lr, or look for a reward or logprob out of range"
             )
         return {**found, "grad_norm": norm}
 
     def _forward_backward(self, payload: dict[str, Any]) -> dict[str, Any]:
-        rows = _Rows(payload)
+        rows = FlatRows(payload)
         columns = rows.columns(payload)
         wanted = wanted_for_update(columns, zero_is_inert=self._zero_is_inert(), whole_sequences=self._loss.kind.over_sequences)
         together = rows_of_sequences(columns, wanted) if self._loss.kind.over_sequences else None
@@ -193,7 +192,12 @@ class VerlTrainer:
         for micro_batch, live in self._micro_batches(rows, wanted, together):
             share = fields if live else {**fields, "weights": np.zeros_like(columns.weights)}
             data, places = rows.tensordict(
-                micro_batch, wanted, share, denominator=float(payload["denominator"]), live=float(live), calculate_entropy=self._loss.entropy
+                micro_batch,
+                wanted,
+                share,
+                denominator=float(payload["denominator"]),
+                live=float(live),
+                calculate_entropy=self._loss.entropy,
             )
             output = self._worker.forward_backward(data)
             if live:
@@ -208,7 +212,7 @@ class VerlTrainer:
             "wanted": int(sum(len(part) for part in differences)),
         }
 
-    def _micro_batches(self, rows: _Rows, wanted: Any, together: Any = None) -> list[tuple[list[int], bool]]:
+    def _micro_batches(self, rows: FlatRows, wanted: Any, together: Any = None) -> list[tuple[list[int], bool]]:
         lengths, counts = rows.extents(wanted)
         plan = plan_micro_batches(
             lengths,
@@ -237,124 +241,11 @@ class VerlTrainer:
         if self._config["lora"] is not None:
             return self._worker, {"no_lora_adapter": True}
         if self._reference is None:
-            self._reference = self._make_worker(trained=False)
+            self._reference = make_worker(self._config, trained=False)
         return self._reference, {}
-
-    def _make_worker(self, *, trained: bool) -> Any:
-        """``trained=False``: the run's initial weights, never stepped."""
-        config = self._config
-        passed = config["verl"]
-        cpu = config["device"] == "cpu"
-        lora = config["lora"] if trained else None
-        adapter = {"lora_rank": lora["r"], "lora_alpha": lora["alpha"], "target_modules": lora["targets"]} if lora else {}
-        model = HFModelConfig(
-            path=config["model_path"],
-            load_tokenizer=False,
-            use_remove_padding=False,
-            enable_gradient_checkpointing=bool(config["gradient_checkpointing"]),
-            override_config={"attn_implementation": "sdpa", **passed.get("model", {}).get("override_config", {})},
-            **adapter,
-            **{name: value for name, value in passed.get("model", {}).items() if name != "override_config"},
-        )
-        engine = FSDPEngineConfig(
-            strategy="fsdp2",
-            use_dynamic_bsz=False,
-            micro_batch_size_per_gpu=1,
-            infer_micro_batch_size_per_gpu=1,
-            use_torch_compile=False,
-            mixed_precision=_FP32 if cpu else _BF16,
-            seed=int(config["seed"]),
-            **passed.get("engine", {}),
-        )
-        optimizer = FSDPOptimizerConfig(
-            lr=0.0,
-            total_training_steps=1,
-            weight_decay=config["weight_decay"],
-            betas=tuple(config["betas"]),
-            clip_grad=config["clip_grad"],
-            override_optimizer_config={"eps": config["eps"], "fused": cpu},
-        )
-        worker: Any = TinkerTrainingWorker(
-            TrainingWorkerConfig(
-                model_type="language_model",
-                model_config=model,
-                engine_config=engine,
-                optimizer_config=optimizer,
-                checkpoint_config=CheckpointConfig(),
-            )
-        )
-        worker.reset()
-        return worker
-
-    def _make_loss(self) -> TokenLoss:
-        config = self._config
-        kind = msgspec.convert(config["policy_loss"], PolicyLoss)
-        actor_fields = dict(config["verl"].get("actor", {}))
-        actor = FSDPActorConfig(
-            strategy="fsdp2",
-            rollout_n=1,
-            use_dynamic_bsz=True,
-            clip_ratio_low=config["clip_low"],
-            clip_ratio_high=config["clip_high"],
-            policy_loss=PolicyLossConfig(loss_mode=kind.name, **actor_fields.pop("policy_loss", {})),
-            **actor_fields,
-        )
-        return TokenLoss(
-            kind, actor, kl_coef=config["kl_coef"], kl_estimator=config["kl_estimator"], entropy_coef=config["entropy_coef"]
-        )
 
 
 _LOSS_FIELDS = ("advantages", "weights", "old_logprobs", "sequences", "ref_logprobs", "is_weights")
-
-
-class _Rows:
-    """Flat rows as they came, and verl's TensorDict of some of them."""
-
-    def __init__(self, payload: dict[str, Any]) -> None:
-        self.lengths = to_array(payload["lengths"])
-        self.temperatures = to_array(payload["temperatures"])
-        self.token_ids = to_array(payload["token_ids"]).astype(np.int64)
-        self.offsets = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
-
-    def columns(self, payload: dict[str, Any]) -> Columns:
-        return Columns(**{name: None if payload[name] is None else to_array(payload[name]) for name in Columns.__struct_fields__})
-
-    def extents(self, wanted: Any) -> tuple[Any, Any]:
-        """(B) tokens that go through the model, up to the one before the last wanted token; (B) wanted tokens."""
-        counts = np.add.reduceat(wanted.astype(np.int64), self.offsets[:-1]) if len(self.lengths) else np.zeros(0, np.int64)
-        inside = np.arange(len(wanted)) - np.repeat(self.offsets[:-1], self.lengths)
-        last = np.maximum.reduceat(np.where(wanted, inside, 0), self.offsets[:-1]) if len(self.lengths) else np.zeros(0, np.int64)
-        return last, counts
-
-    def tensordict(self, rows: list[int], wanted: Any, fields: Mapping[str, Any], **settings: Any) -> tuple[Any, Any]:
-        """The micro-batch, and where in the flat columns its wanted tokens stand."""
-        parts = [self.offsets[row] + np.flatnonzero(wanted[self.offsets[row] : self.offsets[row + 1]]) for row in rows]
-        begins = [self.offsets[row] for row in rows]
-        places = np.concatenate(parts)
-        inputs = [torch.from_numpy(self.token_ids[begin : part[-1]]) for begin, part in zip(begins, parts, strict=True)]
-        tensors = {
-            "input_ids": _jagged(inputs),
-            "position_ids": _jagged([torch.arange(len(ids)) for ids in inputs]),
-            "predict_at": _jagged([torch.from_numpy(part - begin - 1) for begin, part in zip(begins, parts, strict=True)]),
-            "labels": _jagged([torch.from_numpy(self.token_ids[part]) for part in parts]),
-            "loss_mask": _jagged([torch.ones(len(part), dtype=torch.int64) for part in parts]),
-            "temperature": torch.from_numpy(self.temperatures[rows]),
-            **{name: _jagged([torch.from_numpy(values[part]) for part in parts]) for name, values in fields.items()},
-        }
-        settings = {"calculate_entropy": False, "calculate_sum_pi_squared": False, **settings}
-        flags = {
-            "use_dynamic_bsz": False,
-            "micro_batch_size_per_gpu": len(rows),
-            "use_remove_padding": False,
-            "pad_token_id": 0,  # pads are masked by length; any id will do
-            "global_token_num": [len(ids) for ids in inputs],
-            "global_batch_size": len(rows),
-        }
-        return tu.get_tensordict(tensors, non_tensor_dict={**flags, **settings}), places
-
-
-def _jagged(parts: list[Any]) -> Any:
-    return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
 
 
 def _write(path: Path, tensors: Mapping[str, Any]) -> None:
@@ -363,11 +254,11 @@ def _write(path: Path, tensors: Mapping[str, Any]) -> None:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, (set, frozenset)):
-        return sorted(str(item) for item in value)
+        return sorted(str(item) for item in cast("set[Any]", value))
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_plain(item) for item in cast("list[Any]", value)]
     if value is None or isinstance(value, (bool, int, float, str)):
         return getattr(value, "value", value)
     return str(value)

@@ -48,7 +48,9 @@ def _prepare_environment(config: dict[str, Any]) -> None:
     device = _found_device() if config["device"] == "auto" else config["device"]
     os.environ[DEVICE_VARIABLE] = device
     if device == "cpu":
-        os.environ.update(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="rllm_trainer.engine._verl_cpu", GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES="")
+        os.environ.update(
+            VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="rllm_trainer.engine._verl_cpu", GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES=""
+        )
 
 
 def _found_device() -> str:

@@ -46,7 +46,9 @@ class Engine(Protocol):
     """Lives in a child process that we own; the caller's torch, environment and random states stay as they were."""
 
     def logprobs(self, rows: Sequence[Int32], *, temperatures: Sequence[float], reference: bool = False) -> list[Float32]:
-        """For each row (T) the logprob of each token given the ones before it, (T) with NaN first. ``reference``: the run's initial weights."""
+        """For each row (T) the logprob of each token given the ones before it, (T) with NaN first.
+
+        ``reference``: under the run's initial weights."""
         ...
 
     def update(self, batch: Batch, *, lr: float) -> UpdateReport:

@@ -115,7 +115,9 @@ def require_memory(shape: ModelShape, settings: Settings, *, available: int, lon
     if estimate.total <= available:
         return estimate
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in msgspec.structs.asdict(estimate).items() if size)
-    raise SettingError(f"training needs {_gib(estimate.total)} ({parts}), {_gib(available)} are free; {_remedy(shape, settings, estimate, available)}")
+    raise SettingError(
+        f"training needs {_gib(estimate.total)} ({parts}), {_gib(available)} are free; {_remedy(shape, settings, estimate, available)}"
+    )
 
 
 def free_memory() -> int:

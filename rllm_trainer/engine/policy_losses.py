@@ -74,5 +74,7 @@ def policy_loss(name: str, *, loss_agg: str) -> PolicyLoss:
     if found.refused is not None:
         raise SettingError(f"policy_loss={name!r} is refused: {found.refused}")
     if found.loss_agg is not None and loss_agg != found.loss_agg:
-        raise SettingError(f"policy_loss={name!r} is always aggregated as {found.loss_agg!r}; set loss_agg={found.loss_agg!r}, got {loss_agg!r}")
+        raise SettingError(
+            f"policy_loss={name!r} is always aggregated as {found.loss_agg!r}; set loss_agg={found.loss_agg!r}, got {loss_agg!r}"
+        )
     return found

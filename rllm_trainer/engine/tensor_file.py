@@ -34,7 +34,9 @@ class RawTensor(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Contiguous little-endian buffer of bytes."""
 
 
-def write_tensors(path: Path, tensors: Sequence[RawTensor], metadata: Mapping[str, str] | None = None, *, sync: bool = False) -> tuple[str, int]:
+def write_tensors(
+    path: Path, tensors: Sequence[RawTensor], metadata: Mapping[str, str] | None = None, *, sync: bool = False
+) -> tuple[str, int]:
     """Write one file, whole or not at all; returns the digest of its tensors and their bytes.
 
     Args:

@@ -106,7 +106,7 @@ class VerlEngine:
         return cls([future.result() for future in futures], settings, model_path, run_dir, call_timeout)
 
     def restart(self, settings: Settings, *, model_path: Path | None = None) -> None:
-        """A model anew from its folder, with other settings, in the same processes: an engine is up in a moment that takes seconds to start.
+        """A model anew from its folder, with other settings, in the same processes: ready in a moment, where a start takes seconds.
 
         Raises:
             SettingError: as ``start``.
@@ -223,7 +223,9 @@ class VerlEngine:
             raise CheckpointError(f"got {folder}, which is no complete engine checkpoint: {error}") from error
         lora = None if self._settings.lora is None else msgspec.to_builtins(self._settings.lora)
         if state.get("format") != _FORMAT or state.get("lora") != lora:
-            raise CheckpointError(f"got a checkpoint with lora={state.get('lora')}, format {state.get('format')}; this run has lora={lora}, format {_FORMAT}")
+            raise CheckpointError(
+                f"got a checkpoint with lora={state.get('lora')}, format {state.get('format')}; this run has lora={lora}, format {_FORMAT}"
+            )
         try:
             self._call("load", {"folder": str(folder)}, self._timeout)
         except EngineError as error:
@@ -263,7 +265,9 @@ class VerlEngine:
             raise ValueError(f"got {len(rows)} rows and {len(temperatures)} temperatures; expected one for each row")
         for number, row in enumerate(rows):
             if not len(row) or int(row.min()) < 0 or int(row.max()) >= self.vocab_size:
-                raise ValueError(f"row {number} is empty or has an id outside 0..{self.vocab_size - 1}; expected ids of this model's tokenizer")
+                raise ValueError(
+                    f"row {number} is empty or has an id outside 0..{self.vocab_size - 1}; expected ids of this model's tokenizer"
+                )
         if not rows:
             return []
         payload = {**pack_token_ids(rows, temperatures), "reference": reference}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -74,13 +74,15 @@ def passed_to_verl(settings: Settings) -> dict[str, dict[str, Any]]:
             raise SettingError(f"verl={{{section!r}: ...}}: got an unknown section; expected one of {', '.join(sorted(PASSED))}")
         if not isinstance(entries, Mapping):
             raise SettingError(f"verl[{section!r}]: got {type(entries).__name__}, expected a dict of verl's entries")
-        passed[section] = {str(name): value for name, value in entries.items()}
+        passed[section] = {str(name): value for name, value in cast("Mapping[Any, Any]", entries).items()}
         for name in passed[section]:
             _check_entry(section, name)
     asked = passed.get("actor", {}).get("policy_loss", {})
     for name in asked:
         if name not in _POLICY_LOSS_ENTRIES:
-            raise SettingError(f"verl['actor']['policy_loss'][{name!r}] has no effect here; entries are {', '.join(sorted(_POLICY_LOSS_ENTRIES))}")
+            raise SettingError(
+                f"verl['actor']['policy_loss'][{name!r}] has no effect here; entries are {', '.join(sorted(_POLICY_LOSS_ENTRIES))}"
+            )
     kind = policy_loss(settings.policy_loss, loss_agg=settings.loss_agg)
     _check_needs(kind, passed)
     return passed
@@ -122,14 +124,16 @@ def _check_entry(section: str, name: str) -> None:
         return
     if name in _OURS:
         raise SettingError(f"verl[{section!r}][{name!r}] is the setting {_OURS[name]} here; set that instead")
-    raise SettingError(f"verl[{section!r}][{name!r}] has no effect in this engine; entries of {section!r} are {', '.join(sorted(PASSED[section]))}")
+    raise SettingError(
+        f"verl[{section!r}][{name!r}] has no effect in this engine; entries of {section!r} are {', '.join(sorted(PASSED[section]))}"
+    )
 
 
 def _check_needs(kind: PolicyLoss, passed: Mapping[str, Mapping[str, Any]]) -> None:
     for path in kind.needs:
         found: Any = passed.get("actor", {})
         for part in path.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
+            found = cast("Mapping[str, Any]", found).get(part) if isinstance(found, Mapping) else None
         if found is None:
             section, _, entry = path.partition(".")
             raise SettingError(f"policy_loss={kind.name!r} needs verl={{'actor': {{{section!r}: {{{entry!r}: ...}}}}}}")

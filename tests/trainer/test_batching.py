@@ -27,7 +27,9 @@ def row(length: int, *spans: tuple[int, int, str], episode: str = "e", group: st
         logprobs=logprobs,
         versions=np.zeros(length, np.int32),
         temperature=1.0,
-        spans=[SampledSpan(span_id=f"s{start}", choice=0, trajectory_id=name, role="r", start=start, stop=stop) for start, stop, name in spans],
+        spans=[
+            SampledSpan(span_id=f"s{start}", choice=0, trajectory_id=name, role="r", start=start, stop=stop) for start, stop, name in spans
+        ],
     )
     return Row(sample=sample, advantages=np.zeros(length, np.float32), weights=mask.astype(np.float32), old_logprobs=logprobs, group=group)
 
@@ -41,7 +43,7 @@ ROWS = [row(6, (1, 3, "t1"), (4, 6, "t1")), row(8, (4, 8, "t1")), row(5, (3, 5, 
 
 
 @pytest.mark.parametrize(
-    ("loss_agg", "denominator", "first_row", "last_row"),
+    "loss_agg, denominator, first_row, last_row",
     [
         ("token-mean", 10.0, [0, 1, 1, 0, 1, 1], [0, 0, 0, 1, 1]),
         ("token-sum", 1.0, [0, 1, 1, 0, 1, 1], [0, 0, 0, 1, 1]),

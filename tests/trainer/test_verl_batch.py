@@ -30,7 +30,7 @@ TWO = columns([3, 4], [0, 1, 1, 0, 1, 1, 1], [0, 1, 0, 0, 0, 0, 0], [-1, 0, 0, -
 
 
 @pytest.mark.parametrize(
-    ("inert", "whole", "expected"),
+    "inert, whole, expected",
     [(True, False, [0, 1, 0, 0, 0, 0, 0]), (True, True, [0, 1, 1, 0, 0, 0, 0]), (False, False, [0, 1, 1, 0, 1, 1, 1])],
 )
 def test_wanted_are_the_tokens_that_can_have_a_gradient(inert: bool, whole: bool, expected: list[int]) -> None:

@@ -54,7 +54,9 @@ def plain_gradient(model_path: Path, batch: Batch, settings: Settings) -> tuple[
         loss = torch.where(advantage < 0, torch.minimum(loss, -advantage * 3.0), loss)
         total = total + (loss * torch.tensor(row.weights[1:])[mask]).sum() / batch.denominator
     total.backward()
-    return float(total.detach()), {name: parameter.grad.numpy() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return float(total.detach()), {
+        name: parameter.grad.numpy() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
 
 
 def assert_same(left: tuple[float, dict[str, Any]], right: tuple[float, dict[str, Any]]) -> None:
@@ -128,7 +130,10 @@ def test_every_policy_loss_is_invariant(fresh: Any, make_row: Any, rows: list[Ro
     second = make_row(ids(7, 30), [(20, 30, 1.5)], episode="cut", name="second")
     engine = fresh(micro_batch_tokens=4096, **given)
     *others, one = near_the_policy(engine, [*rows, whole], noise=0.1)
-    pieces = [msgspec.structs.replace(first, old_logprobs=_part(one, first)), msgspec.structs.replace(second, old_logprobs=_part(one, second))]
+    pieces = [
+        msgspec.structs.replace(first, old_logprobs=_part(one, first)),
+        msgspec.structs.replace(second, old_logprobs=_part(one, second)),
+    ]
     expected = engine.gradient(batch_of([*others, one], loss_agg=agg))
     assert_same(engine.gradient(batch_of([*others, *pieces], loss_agg=agg)), expected)
     engine = fresh(micro_batch_tokens=32, **given)
@@ -194,7 +199,9 @@ def test_entropy_and_kl_terms_carry_the_same_shares(fresh: Any, make_row: Any, r
     agg = {"loss_agg": "seq-mean-token-mean"}
 
     def with_reference(made: list[Row]) -> list[Row]:
-        return [msgspec.structs.replace(row, ref_logprobs=np.linspace(-2, -4, len(row.sample.token_ids)).astype(np.float32)) for row in made]
+        return [
+            msgspec.structs.replace(row, ref_logprobs=np.linspace(-2, -4, len(row.sample.token_ids)).astype(np.float32)) for row in made
+        ]
 
     expected = fresh(micro_batch_tokens=4096, **given).gradient(batch_of(with_reference([*rows, whole]), **agg))
     pieces = with_reference([*rows, first, second])

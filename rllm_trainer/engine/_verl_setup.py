@@ -1,0 +1,90 @@
+"""Settings in plain types in, verl's worker and its loss out: every entry of verl's configuration that we set is set here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from rllm_trainer.engine import _verl_engine
+from rllm_trainer.engine._verl_api import (
+    CheckpointConfig,
+    FSDPActorConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    PolicyLossConfig,
+    TinkerTrainingWorker,
+    TrainingWorkerConfig,
+)
+from rllm_trainer.engine._verl_loss import TokenLoss
+from rllm_trainer.engine.policy_losses import PolicyLoss
+
+__all__ = ["make_loss", "make_worker"]
+
+assert _verl_engine.VENDOR  # importing it registers the engine with verl
+
+_FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+_BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+
+
+def make_worker(config: Mapping[str, Any], *, trained: bool) -> Any:
+    """``trained=False``: the run's initial weights, never stepped."""
+    passed = config["verl"]
+    cpu = config["device"] == "cpu"
+    lora = config["lora"] if trained else None
+    adapter = {"lora_rank": lora["r"], "lora_alpha": lora["alpha"], "target_modules": lora["targets"]} if lora else {}
+    model = HFModelConfig(
+        path=config["model_path"],
+        load_tokenizer=False,
+        use_remove_padding=False,
+        enable_gradient_checkpointing=bool(config["gradient_checkpointing"]),
+        override_config={"attn_implementation": "sdpa", **passed.get("model", {}).get("override_config", {})},
+        **adapter,
+        **{name: value for name, value in passed.get("model", {}).items() if name != "override_config"},
+    )
+    engine = FSDPEngineConfig(
+        strategy="fsdp2",
+        use_dynamic_bsz=False,
+        micro_batch_size_per_gpu=1,
+        infer_micro_batch_size_per_gpu=1,
+        use_torch_compile=False,
+        mixed_precision=_FP32 if cpu else _BF16,
+        seed=int(config["seed"]),
+        **passed.get("engine", {}),
+    )
+    optimizer = FSDPOptimizerConfig(
+        lr=0.0,
+        total_training_steps=1,
+        weight_decay=config["weight_decay"],
+        betas=tuple(config["betas"]),
+        clip_grad=config["clip_grad"],
+        override_optimizer_config={"eps": config["eps"], "fused": cpu},
+    )
+    worker: Any = TinkerTrainingWorker(
+        TrainingWorkerConfig(
+            model_type="language_model",
+            model_config=model,
+            engine_config=engine,
+            optimizer_config=optimizer,
+            checkpoint_config=CheckpointConfig(),
+        )
+    )
+    worker.reset()
+    return worker
+
+
+def make_loss(config: Mapping[str, Any]) -> TokenLoss:
+    kind = msgspec.convert(config["policy_loss"], PolicyLoss)
+    actor_fields = dict(config["verl"].get("actor", {}))
+    actor = FSDPActorConfig(
+        strategy="fsdp2",
+        rollout_n=1,
+        use_dynamic_bsz=True,
+        clip_ratio_low=config["clip_low"],
+        clip_ratio_high=config["clip_high"],
+        policy_loss=PolicyLossConfig(loss_mode=kind.name, **actor_fields.pop("policy_loss", {})),
+        **actor_fields,
+    )
+    return TokenLoss(kind, actor, kl_coef=config["kl_coef"], kl_estimator=config["kl_estimator"], entropy_coef=config["entropy_coef"])
