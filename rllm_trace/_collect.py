@@ -73,6 +73,7 @@ class EpisodeHandle:
 
     @property
     def id(self) -> str:
+        """What ``add_reward`` and ``Episode.id`` call it."""
         return self._episode.id
 
     @property

@@ -181,21 +181,27 @@ class _TracedPartial(functools.partial[Any]):
 
 
 class _TracedCallable:
-    """An object with ``__call__``: everything but the call is the object's own."""
+    """An object with ``__call__``: everything but the call is the object's own, its class included."""
 
     def __init__(self, target: Callable[..., Any], kind: Kind) -> None:
-        self.__wrapped__ = target
-        self._rllm_kind = kind
-        self._rllm_call = _shaped(cast("Any", target).__call__, target.__call__, kind)
-        self.__doc__ = target.__doc__
+        own = vars(self)
+        own["__wrapped__"] = target
+        own["__doc__"] = target.__doc__
+        own["_rllm_kind"] = kind
+        own["_rllm_call"] = _shaped(cast("Any", target).__call__, target.__call__, kind)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._rllm_call(*args, **kwargs)
+        return vars(self)["_rllm_call"](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(("_rllm_", "__")):
-            raise AttributeError(name)
-        return getattr(self.__wrapped__, name)
+        return getattr(vars(self)["__wrapped__"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["__wrapped__"], name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
+        return cast("type[Any]", type(vars(self)["__wrapped__"]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return wrap, (self.__wrapped__, self._rllm_kind)
+        return wrap, (vars(self)["__wrapped__"], vars(self)["_rllm_kind"])

@@ -184,7 +184,9 @@ def test_partials_and_callable_objects_stay_what_they_were() -> None:
         assert (scaled(5), thing(2), bound(2)) == (32, 14, 8)
         assert pickle.loads(pickle.dumps(scaled))(3) == 8
         assert pickle.loads(pickle.dumps(thing))(3) == 21
-    assert thing.factor == 7
+    assert (thing.factor, isinstance(thing, Callable_)) == (7, True)
+    thing.factor = 10
+    assert thing(2) == 20
     assert [episode.workflow for episode in episodes] == ["pow", "Callable_", "run", "pow", "Callable_"]
 
 
