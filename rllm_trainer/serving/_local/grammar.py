@@ -6,7 +6,7 @@ Logprobs of forced tokens are the grammar's, not the policy's: whoever trains on
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from rllm_trainer.serving._local.hermes import CLOSE, OPEN
+
+_NEWLINE = r'"\n"'
 
 __all__ = ["Grammars", "Matcher", "forced_tools", "json_grammar"]
 
@@ -23,25 +25,19 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
     return "start: %json " + json.dumps(schema)
 
 
-def forced_tools(tools: Sequence[Mapping[str, Any]], *, several: bool) -> str:
-    """A grammar for one or more Hermes calls of the given functions."""
-    calls = [
-        {
+def forced_tools(tools: Sequence[Mapping[str, Any]], *, several: bool, mark: Callable[[str], str]) -> str:
+    """A grammar for one or more Hermes calls of the given functions. ``mark`` says how the grammar spells a tag (``Grammars.mark``)."""
+    rules = [f"start: call{f' ({_NEWLINE} call)*' if several else ''}"]
+    rules.append(f"call: {mark(OPEN)} {_NEWLINE} ({' | '.join(f'f{i}' for i in range(len(tools)))}) {_NEWLINE} {mark(CLOSE)}")
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        call = {
             "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                "arguments": tool["function"].get("parameters") or {"type": "object"},
-            },
+            "properties": {"name": {"const": function["name"]}, "arguments": function.get("parameters") or {"type": "object"}},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in tools
-    ]
-    rules = [f"start: call{' (' + json.dumps(chr(10)) + ' call)*' if several else ''}"]
-    rules.append(
-        "call: " + json.dumps(OPEN + "\n") + " (" + " | ".join(f"f{i}" for i in range(len(calls))) + ") " + json.dumps("\n" + CLOSE)
-    )
-    rules += [f"f{i}: %json {json.dumps(call)}" for i, call in enumerate(calls)]
+        rules.append(f"f{index}: %json {json.dumps(call)}")
     return "\n".join(rules)
 
 
@@ -56,7 +52,7 @@ class Matcher:
         """(vocab) bool. Raises ``ValueError`` where the grammar cannot go on."""
         mask: bytes = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise ValueError(str(self._matcher.get_error()))
+            raise ValueError(str(self._matcher.get_error()).splitlines()[0])
         bits = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
         return (bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).flatten()[: self._vocab].bool()
 
@@ -73,18 +69,30 @@ class Grammars:
         self._eos = list(eos)
         self._tokenizer: Any = None
 
+    def mark(self, tag: str) -> str:
+        """A tag as the grammar spells it: a token of its own where the vocabulary has one, else its characters."""
+        tokenizer = self._loaded()
+        ids: list[int] = tokenizer.tokenize_str(tag, parse_special=True)
+        return tag if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else json.dumps(tag)
+
     def matcher(self, grammar: str) -> Matcher:
         """Raises ``ValueError`` where the grammar cannot be built, or the library is not there."""
-        try:
-            from llguidance import LLMatcher, LLTokenizer
-        except ImportError as error:
-            raise ValueError("it needs the package llguidance, which is not installed: pip install llguidance") from error
+        tokenizer = self._loaded()
+        from llguidance import LLMatcher
+
         matcher_class: Any = LLMatcher
-        tokenizer_class: Any = LLTokenizer
-        if self._tokenizer is None:
-            self._tokenizer = tokenizer_class(str(self._folder / "tokenizer.json"), n_vocab=self._vocab, eos_token=self._eos)
         compiled: str = matcher_class.grammar_from_lark(grammar)
-        fault: str = matcher_class.validate_grammar(compiled, self._tokenizer)
+        fault: str = matcher_class.validate_grammar(compiled, tokenizer)
         if fault and not fault.startswith("WARNING"):
             raise ValueError(fault.splitlines()[0])
-        return Matcher(matcher_class(self._tokenizer, compiled, log_level=0), self._vocab)
+        return Matcher(matcher_class(tokenizer, compiled, log_level=0), self._vocab)
+
+    def _loaded(self) -> Any:
+        if self._tokenizer is None:
+            try:
+                from llguidance import LLTokenizer
+            except ImportError as error:
+                raise ValueError("it needs the package llguidance, which is not installed: pip install llguidance") from error
+            tokenizer_class: Any = LLTokenizer
+            self._tokenizer = tokenizer_class(str(self._folder / "tokenizer.json"), n_vocab=self._vocab, eos_token=self._eos)
+        return self._tokenizer

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rllm_trainer.serving._local.runner import NativeRunner, Runner
-from rllm_trainer.serving._local.spec import ModelSpec, read_config, read_spec
+from rllm_trainer.serving._local.spec import ModelSpec
 from rllm_trainer.serving._local.weights import Checkpoint, Weights, build, digest, merged_with_adapter
 
 __all__ = ["Loader", "NativeLoader", "open_model"]
@@ -57,9 +57,8 @@ class NativeLoader:
         return NativeRunner(self.served, kv_tokens=kv_tokens, max_len=max_len, max_rows=max_rows)
 
 
-def open_model(folder: Path) -> Loader:
-    """Raises ``ValueError`` where the folder holds no model that can be served."""
-    spec = read_spec(read_config(folder))
+def open_model(folder: Path, spec: ModelSpec | None) -> Loader:
+    """Raises ``ValueError`` where the folder holds no model that can be served. ``spec``: None for a family that is not ours."""
     if spec is not None:
         return NativeLoader(folder, spec)
     from rllm_trainer.serving._local.fallback import FallbackLoader

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from rllm_trainer._child import child_config, serve
+from rllm_trainer.serving._local.spec import eos_token_ids, read_config, read_spec
 
 __all__ = ["LocalConfig", "main"]
 
@@ -66,31 +67,28 @@ def _listen(port: int) -> socket.socket:
 
 
 def _start(config: LocalConfig, listening: socket.socket) -> dict[str, Any]:
+    folder = Path(config.model_path)
+    described = read_config(folder)
+    spec = read_spec(described)
+    if spec is not None:
+        _lengths(config, spec.max_positions, spec.kv_bytes_per_token)
+
     import torch
 
     from rllm_trainer.serving._local.app import Service, deliver_to
     from rllm_trainer.serving._local.loader import open_model
     from rllm_trainer.serving._local.requests import Intake
     from rllm_trainer.serving._local.scheduler import Scheduler
-    from rllm_trainer.serving._local.spec import eos_token_ids, read_config
 
     torch.set_num_threads(config.threads)
-    folder = Path(config.model_path)
-    loader = open_model(folder)
-    max_len = min(config.max_model_len or loader.max_positions, loader.max_positions)
-    kv_tokens = config.kv_bytes // loader.kv_bytes_per_token
+    loader = open_model(folder, spec)
+    max_len, kv_tokens = _lengths(config, loader.max_positions, loader.kv_bytes_per_token)
     runner = loader.runner(kv_tokens=kv_tokens, max_len=max_len, max_rows=config.max_rows)
-    if not runner.fits(max_len):
-        need = 2 * max_len * loader.kv_bytes_per_token
-        raise ValueError(
-            f"got kv_bytes {config.kv_bytes}, too little for one sequence of max_model_len {max_len} tokens; "
-            f"expected at least {need}, or a smaller max_model_len"
-        )
     intake = Intake(
         folder,
         name=config.name,
         vocab=loader.vocab,
-        eos=eos_token_ids(folder, read_config(folder)),
+        eos=eos_token_ids(folder, described),
         max_len=max_len,
         chat_template=config.chat_template,
         fits=runner.fits,
@@ -103,6 +101,18 @@ def _start(config: LocalConfig, listening: socket.socket) -> dict[str, Any]:
     threading.Thread(target=_or_die, args=(lambda: _serve_http(loop, service, listening, up),), name="rllm-http", daemon=True).start()
     up.wait()
     return {"port": listening.getsockname()[1], "max_model_len": max_len, "kv_tokens": kv_tokens, "vocab": loader.vocab}
+
+
+def _lengths(config: LocalConfig, max_positions: int, kv_bytes_per_token: int) -> tuple[int, int]:
+    """(longest sequence, tokens of keys and values). A sequence is held twice while it goes over from its prompt to decoding."""
+    max_len = min(config.max_model_len or max_positions, max_positions)
+    kv_tokens = config.kv_bytes // kv_bytes_per_token
+    if kv_tokens < 2 * max_len:
+        raise ValueError(
+            f"got kv_bytes {config.kv_bytes}, too little for one sequence of max_model_len {max_len} tokens; "
+            f"expected at least {2 * max_len * kv_bytes_per_token}, or a smaller max_model_len"
+        )
+    return max_len, kv_tokens
 
 
 def _serve_http(loop: asyncio.AbstractEventLoop, service: Any, listening: socket.socket, up: threading.Event) -> None:

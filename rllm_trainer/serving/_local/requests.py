@@ -177,12 +177,17 @@ class Intake:
         try:
             return self._grammars.matcher(grammar)
         except ValueError as error:
-            raise ApiError(400, f"this reply cannot be forced: {error}", code="unsupported", param="response_format") from error
+            raise _not_forced(error, "response_format") from error
 
     def _grammar(self, request: ChatRequest, forced: list[dict[str, Any]]) -> str | None:
         asked = request.response_format
         if asked is None or asked.type == "text":
-            return forced_tools(forced, several=request.parallel_tool_calls is not False) if forced else None
+            if not forced:
+                return None
+            try:
+                return forced_tools(forced, several=request.parallel_tool_calls is not False, mark=self._grammars.mark)
+            except ValueError as error:
+                raise _not_forced(error, "tool_choice") from error
         if request.tools:
             raise ApiError(400, "got response_format together with tools; use one of them", param="response_format", code="unsupported")
         if asked.type == "json_object":
@@ -207,6 +212,10 @@ class Intake:
             )
         if not 0 <= min(ids) <= max(ids) < self._vocab:
             raise ApiError(400, f"got token ids outside 0 to {self._vocab - 1}", code="invalid_value", param="prompt")
+
+
+def _not_forced(error: Exception, param: str) -> ApiError:
+    return ApiError(400, f"this reply cannot be forced: {error}", code="unsupported", param=param)
 
 
 def _prompts(prompt: Any) -> list[Any]:
