@@ -1,0 +1,52 @@
+# Needs Python and make. Everything that is installed goes into .venv; nothing is installed twice.
+
+VENV := .venv
+BIN := $(VENV)/bin
+SEED ?= 0
+WORKERS ?= 2
+DEMO := examples/smolagents_stock
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo demo-seeds demo-control test test-cluster check format wheel clean
+
+help:  ## Say what there is to make
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
+
+setup: $(VENV)/.done  ## Make .venv and install the SDK, the trainer and the tools
+
+$(VENV)/.done: pyproject.toml tools/setup.sh
+	@sh tools/setup.sh $(VENV)
+
+demo: setup  ## Train the SmolAgents app on SmolLM2-135M (SEED=n); writes runs/demo/result.json
+	@$(BIN)/python $(DEMO)/run.py --seed $(SEED) --out runs/demo
+	@$(BIN)/python $(DEMO)/check.py runs/demo
+
+demo-seeds: setup  ## The demo with three seeds, and the smallest rise of the three
+	@for seed in 0 1 2; do $(MAKE) --no-print-directory demo SEED=$$seed || exit 1; done
+	@$(BIN)/python $(DEMO)/check.py runs/demo --seeds 0 1 2
+
+demo-control: setup  ## The demo with lr=0: its interval must contain 0
+	@$(BIN)/python $(DEMO)/run.py --seed $(SEED) --lr 0 --out runs/demo-control
+	@$(BIN)/python $(DEMO)/check.py runs/demo-control --control
+
+test: setup  ## Run the test suite
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not vllm and not cluster" tests
+
+test-cluster: setup  ## Run the tests that start Ray
+	@$(BIN)/python -m pytest -m cluster tests
+
+check: setup  ## Format, lint, types and import contracts
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+	@$(BIN)/lint-imports
+
+format: setup  ## Rewrite the code as `make check` wants it
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+wheel: setup  ## Build the wheel, through the source distribution, into dist/
+	@$(BIN)/python -m build --outdir dist .
+
+clean:  ## Remove .venv, builds and caches; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
