@@ -86,7 +86,7 @@ class _Walk:
         self._inside: set[int] = set()
 
     def plain(self, value: Any) -> Any:
-        kind: type[Any] = type(value)
+        kind = _type(value)
         if value is None or kind is bool:
             return value
         if kind is str:
@@ -117,7 +117,7 @@ class _Walk:
             self._inside.discard(id(value))
 
     def _open(self, value: Any) -> Any:
-        kind: type[Any] = type(value)
+        kind = _type(value)
         if kind is list:
             return [self.plain(item) for item in value]
         if kind in _SEQUENCES:
@@ -148,6 +148,10 @@ class _Walk:
             if isinstance(value, base):
                 return self.plain(base(cast("Any", value)))
         return _tagged("object", _text(repr(value)[:_MAX_REPR]))
+
+
+def _type(value: object) -> type[Any]:
+    return type(value)
 
 
 def _tagged(kind: str, value: Any) -> dict[str, Any]:
