@@ -30,6 +30,7 @@ from rllm_trainer.report import Report
 from rllm_trainer.rollout.record import RolloutLog, read_rollouts
 from rllm_trainer.rollout.runner import RunInterrupted, Runner
 from rllm_trainer.rollout.source import LiveSource
+from rllm_trainer.samples import Counters
 from rllm_trainer.serving.base import Server
 from rllm_trainer.template import template_breaks, tokenize_with
 
@@ -53,6 +54,8 @@ class FitResult(msgspec.Struct, frozen=True, kw_only=True):
     after: Evaluation | None
     rise: Rise | None
     """After minus before, paired by task, with 95 % intervals."""
+    trainability: Counters
+    """What became of the calls and tokens of the steps taken; a continued run counts those since."""
     run_dir: Path
     warnings: list[str]
 
@@ -187,7 +190,7 @@ def _run(ask: Ask, plan: RunPlan, report: Report, stop: threading.Event) -> FitR
         newest = checkpoints.latest()
     assert newest is not None, "the loop writes a checkpoint before it returns"
     export_model(newest[1], run_dir / MODEL_FOLDER)
-    return _result(plan, before, loop.last_evaluation, metrics.lines, report)
+    return _result(plan, before, loop, metrics.lines, report)
 
 
 def _check_template(server: Server, report: Report) -> None:
@@ -217,8 +220,10 @@ def _before(plan: RunPlan, evaluator: Evaluator | None, metrics: MetricsLog, rep
     return found
 
 
-def _result(plan: RunPlan, before: Evaluation | None, after: Evaluation | None, lines: list[Line], report: Report) -> FitResult:
+def _result(plan: RunPlan, before: Evaluation | None, loop: Loop, lines: list[Line], report: Report) -> FitResult:
+    after = loop.last_evaluation
     rise = rise_of(before, after, seed=plan.settings.seed) if before is not None and after is not None else None
+    report.trainability(loop.counters)
     if after is not None:
         report.evaluation("after", after.sampled.interval, after.greedy.interval if after.greedy else None, after.sampled.failures)
     if rise is not None:
@@ -229,6 +234,7 @@ def _result(plan: RunPlan, before: Evaluation | None, after: Evaluation | None, 
         before=before,
         after=after,
         rise=rise,
+        trainability=loop.counters,
         run_dir=plan.run_dir,
         warnings=report.warnings,
     )

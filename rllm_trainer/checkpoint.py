@@ -20,6 +20,7 @@ import msgspec
 
 from rllm_trainer.engine.base import Engine
 from rllm_trainer.exceptions import CheckpointError
+from rllm_trainer.rollout.record import ROLLOUTS_FILE
 
 __all__ = ["SETTINGS_FILE", "Checkpoints", "State", "export_model", "new_run_dir", "owned", "require_same", "write_json"]
 
@@ -109,10 +110,9 @@ def new_run_dir(output_dir: Path | None, *, name: str, resume: bool | Path) -> P
         output_dir = Path("runs") / f"{_slug(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
         output_dir = _free(output_dir)
     run_dir = output_dir.absolute()
-    holds_run = (run_dir / SETTINGS_FILE).exists()
-    if resume and not holds_run:
+    if resume and not (run_dir / SETTINGS_FILE).exists():
         raise CheckpointError(f"{run_dir} holds no run to continue; leave resume out to start one there")
-    if holds_run and not resume:
+    if not resume and _holds_run(run_dir):
         raise CheckpointError(f"{run_dir} already holds a run; pass resume=True to continue it, or another output_dir")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -171,6 +171,12 @@ def _link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
+
+
+def _holds_run(run_dir: Path) -> bool:
+    """Whether anything was collected or saved there; a run that ended while it started left nothing to lose."""
+    rollouts = run_dir / ROLLOUTS_FILE
+    return (rollouts.exists() and rollouts.stat().st_size > 0) or any((run_dir / _FOLDER).glob("step-*"))
 
 
 def _slug(name: str) -> str:

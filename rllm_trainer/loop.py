@@ -33,7 +33,7 @@ from rllm_trainer.measures import (
     swap_measures,
     update_measures,
 )
-from rllm_trainer.metrics import EVAL_SAMPLED, MetricsLog
+from rllm_trainer.metrics import EVAL_SAMPLED, GAP_MEAN, MetricsLog
 from rllm_trainer.report import Report, losses_of
 from rllm_trainer.rollout.faults import leaves_gradient
 from rllm_trainer.rollout.runner import RunInterrupted
@@ -54,6 +54,10 @@ from rllm_trainer.trainability import (
 from rllm_trainer.types import Batch, Rollout
 
 __all__ = ["Loop", "Parts", "TrainingEngine"]
+
+
+_WIDE_GAP = 0.02
+"""Nats. Two float32 programs differ by 1e-6, float32 and bfloat16 by about 0.01."""
 
 
 class TrainingEngine(Engine, Estimator, Protocol):
@@ -87,6 +91,8 @@ class Loop:
         self.state = state
         self.last_evaluation: Evaluation | None = None
         """The one after the last step, where there are rows for it."""
+        self.counters = Counters()
+        """What became of the calls and tokens of every step taken here."""
         self._parts = parts
         self._looked = False
 
@@ -129,6 +135,7 @@ class Loop:
         samples = self._samples(rollouts)
         self._look(collected, samples)
         counters = reduce(add, (s.counters for s in samples.values()), Counters())
+        self.counters += counters
         line = rollout_measures(collected.groups, collected.seconds) | sample_measures(counters, collected.seconds)
         batch, credited = self._batch(step, collected, samples)
         line |= credited | batch_measures(batch)
@@ -195,6 +202,11 @@ class Loop:
         rows, temperatures = [s.token_ids for s in probed], [s.temperature for s in probed]
         old = engine.logprobs(rows, temperatures=temperatures)
         line = update_measures(engine.update(batch, lr=lr))
+        if line.get(GAP_MEAN, 0.0) > _WIDE_GAP:
+            self._parts.report.warn(
+                f"step {step}: the server's logprobs differ from the trainer's by {line[GAP_MEAN]:.2g} nats on average; {_WIDE_GAP:g} "
+                "is much: is the server's precision lower, or does it report logprobs of another temperature?"
+            )
         if self._parts.server is not None:
             new = engine.logprobs(rows, temperatures=temperatures)
             probe = pick_probe(rows, old, new, temperature=temperatures[0])

@@ -17,7 +17,7 @@ import msgspec
 from rllm_trace.routing import CallSite
 from rllm_trainer.config import SettingRow
 from rllm_trainer.intervals import Interval
-from rllm_trainer.metrics import EVAL_GREEDY, EVAL_SAMPLED, REWARD_MEAN, Line
+from rllm_trainer.metrics import EVAL_GREEDY, EVAL_SAMPLED, GAP_MEAN, REWARD_MEAN, Line
 from rllm_trainer.rollout.attempt import Job
 from rllm_trainer.samples import Counters
 from rllm_trainer.types import Rollout
@@ -99,6 +99,23 @@ class Report:
         for sentence in _loss_lines(losses):
             self._out.print(f"    {_plain(sentence)}", style="dim")
 
+    def trainability(self, counters: Counters) -> None:
+        """What became of the calls and tokens of the whole run."""
+        if not counters.episodes:
+            return
+        self.note(
+            f"trainability: {counters.trained_tokens} of {counters.sampled_tokens} sampled tokens ({counters.share_trained:.1%}) were "
+            f"trained, in {counters.rows} rows of {counters.episodes} episodes; {counters.multi_call_episodes} episodes made two or more calls, and "
+            f"{counters.one_row_episodes} of them are one row"
+        )
+        for what, counts in (
+            ("sampled tokens not trained", counters.lost_tokens),
+            ("calls not trained", counters.set_aside_calls),
+            ("prompts that started a new row", counters.breaks),
+        ):
+            if counts:
+                self.note(f"    {what}: {_counted(counts)}")
+
     def evaluation(self, when: str, sampled: Interval, greedy: Interval | None, failures: Mapping[str, int]) -> None:
         """One evaluation."""
         failed = f"  failures, counted as 0: {_counted(failures)}" if failures else ""
@@ -140,7 +157,7 @@ _STEP_WORDS: tuple[tuple[str, str], ...] = (
     ("tokens/trained", "trained tokens {:.0f}"),
     ("loss", "loss {:.4f}"),
     ("grad_norm", "grad norm {:.3f}"),
-    ("rollout/logprob_diff_mean", "logprob gap {:.1e}"),
+    (GAP_MEAN, "logprob gap {:.1e}"),
     ("swap/seconds", "swap {:.2f} s"),
     ("seconds", "{:.1f} s"),
     (EVAL_SAMPLED, "held-out {:.3f}"),

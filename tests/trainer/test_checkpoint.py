@@ -109,9 +109,11 @@ def test_groups_depend_on_ids_alone():
 
 
 def test_a_folder_with_a_run_is_not_written_over(tmp_path):
-    """A run is continued only where that was asked for, and only where there is one."""
+    """A run is continued only where that was asked for, and only where there is one; one that never began is started anew."""
     assert new_run_dir(tmp_path / "new", name="app", resume=False) == tmp_path / "new"
     write_json(tmp_path / "new" / SETTINGS_FILE, {})
+    assert new_run_dir(tmp_path / "new", name="app", resume=False) == tmp_path / "new"
+    (tmp_path / "new" / ROLLOUTS_FILE).write_text("{}\n")
     with pytest.raises(CheckpointError, match="already holds a run; pass resume=True"):
         new_run_dir(tmp_path / "new", name="app", resume=False)
     assert new_run_dir(tmp_path / "new", name="app", resume=True) == tmp_path / "new"
