@@ -17,7 +17,7 @@ def format_figures(run_dir: Path, *, step: int) -> tuple[float, float]:
 
 
 def row_figures(run_dir: Path, *, step: int) -> tuple[float, float]:
-    """Of the rollouts trained in ``step``: the share with two or more calls, and of those the share that is one row of two or more replies."""
+    """Of the rollouts of ``step``: the share with two or more calls, and of those the share that is one row with two or more replies."""
     rollouts = read_rollouts(run_dir, steps=[step])[step]
     several = [r for r in rollouts if r.episode is not None and len(r.episode.calls) > 1]
     return len(several) / len(rollouts), sum(map(_one_row, several)) / max(1, len(several))

@@ -48,15 +48,20 @@ def main() -> None:
         concurrency=64,
         keep=1,
     )
-    assert result.before and result.before.greedy and result.after and result.after.greedy and result.rise
+    before, after, rise = result.before, result.after, result.rise
+    assert before is not None
+    assert after is not None
+    assert rise is not None
+    assert before.greedy is not None
+    assert after.greedy is not None
     (format_before, given_before), (format_after, given_after) = (format_figures(run_dir, step=s) for s in (0, options.steps))
     rows = [row_figures(run_dir, step=s) for s in (1, options.steps)]
     figures = {
-        "before": result.before.sampled.mean,
-        "after": result.after.sampled.mean,
-        "rise_ci95": [result.rise.sampled.low, result.rise.sampled.high],
-        "greedy_before": result.before.greedy.mean,
-        "greedy_after": result.after.greedy.mean,
+        "before": before.sampled.mean,
+        "after": after.sampled.mean,
+        "rise_ci95": [rise.sampled.low, rise.sampled.high],
+        "greedy_before": before.greedy.mean,
+        "greedy_after": after.greedy.mean,
         "format_before": format_before,
         "format_after": format_after,
         "correct_given_format_before": given_before,
@@ -70,8 +75,7 @@ def main() -> None:
     written = options.out / "result.json"
     written.write_text(json.dumps(figures, indent=2) + "\n")
     (run_dir / "demo.json").write_text(written.read_text())
-    before, after, (low, high) = figures["before"], figures["after"], figures["rise_ci95"]
-    print(f"held-out reward {before:.2f} -> {after:.2f}, rise {after - before:.2f} [{low:.2f}, {high:.2f}], in {figures['seconds']:.0f} s")
+    print(f"held-out reward {before.sampled.mean:.2f} -> {after.sampled.mean:.2f}, rise {rise.sampled}, in {figures['seconds']:.0f} s")
     print(f"{written}, and all of the run in {run_dir}")
 
 
