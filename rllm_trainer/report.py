@@ -105,8 +105,8 @@ class Report:
             return
         self.note(
             f"trainability: {counters.trained_tokens} of {counters.sampled_tokens} sampled tokens ({counters.share_trained:.1%}) were "
-            f"trained, in {counters.rows} rows of {counters.episodes} episodes; {counters.multi_call_episodes} episodes made two or more calls, and "
-            f"{counters.one_row_episodes} of them are one row"
+            f"trained, in {counters.rows} rows of {counters.episodes} episodes; {counters.multi_call_episodes} episodes made two or more "
+            f"calls, and {counters.one_row_episodes} of them are one row"
         )
         for what, counts in (
             ("sampled tokens not trained", counters.lost_tokens),
