@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import datetime
 from typing import Any, Final, Self
 
@@ -32,7 +32,7 @@ from rllm_trace._store_rewards import LateRewards, write_rewards
 from rllm_trace._store_rows import Row, episode_of, row_of
 from rllm_trace._values import number, rewards_of
 from rllm_trace.exceptions import ConfigurationError, UnknownEpisodeError
-from rllm_trace.types import Episode
+from rllm_trace.types import Episode, Reward
 
 __all__ = ["Store", "open_store"]
 
@@ -174,9 +174,15 @@ class Store:
         if episode_id is None:
             raise UnknownEpisodeError("add_reward needs episode_id=, the id of an episode in the store")
         given = rewards_of(value, name, number(weight, name), target=span_id, span_id=None)
-        if not self.has(episode_id):
+        if not self.give(episode_id, given):
             raise UnknownEpisodeError(f"the store {str(self._folder.path)!r} has no episode {episode_id!r}")
+
+    def give(self, episode_id: str, given: Sequence[Reward]) -> bool:
+        """The same for rewards that have been checked. False, and nothing written, if the store has no such episode."""
+        if not self.has(episode_id):
+            return False
         write_rewards(self._folder.rewards / f"{self._stem}.jsonl", episode_id, given)
+        return True
 
     def has(self, episode_id: str) -> bool:
         """Whether the episode is in the store."""
@@ -218,7 +224,7 @@ class Store:
         if self._owner != os.getpid():
             return
         if has_parquet():
-            self._in_background(self.seal).join(_CLOSE)
+            self._sealed_in_time()
         else:
             with self._lock:
                 writer, _ = self._take_writer()
@@ -231,6 +237,15 @@ class Store:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _sealed_in_time(self) -> None:
+        try:
+            self._in_background(self.seal).join(_CLOSE)
+        except RuntimeError:  # the interpreter is ending and starts no more threads: what is written stays in its log
+            with self._lock:
+                writer, _ = self._take_writer()
+            if writer is not None:
+                writer.close()
 
     def _take_writer(self) -> tuple[LogWriter | None, str]:
         writer, self._writer = self._writer if self._owner == os.getpid() else None, None

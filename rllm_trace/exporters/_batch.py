@@ -104,7 +104,8 @@ class BatchSink:
             self._bytes += size
             self._taken += 1
             if self._thread is None:
-                self._start()
+                with guard("exporter thread"):  # an interpreter that is ending starts no more threads
+                    self._thread = _started(self._run, "rllm-trace-export")
             elif len(self._waiting) >= self._batch_spans:
                 self._changed.notify_all()
 
@@ -127,17 +128,14 @@ class BatchSink:
             self._waiting.clear()
             self._changed.notify_all()
             thread = self._thread
-        closer = _started(self._shut_down, "rllm-trace-close")
-        for waited in (closer, thread):
-            if waited is not None:
-                waited.join(_DELAY)
+        with guard("exporter thread"):
+            _started(self._shut_down, "rllm-trace-close").join(_DELAY)
+        if thread is not None:
+            thread.join(_DELAY)
 
     def _shut_down(self) -> None:
         with guard("exporter"):
             self._exporter.shutdown()
-
-    def _start(self) -> None:
-        self._thread = _started(self._run, "rllm-trace-export")
 
     def _run(self) -> None:
         while True:

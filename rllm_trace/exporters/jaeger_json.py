@@ -44,11 +44,14 @@ class JaegerJSONExporter:
         self.wishes = Wishes(capture_content=capture_content, content_default=True, tokens=tokens)
         self.folder = Path(folder)
         self._lock = threading.Lock()
+        self._owner = os.getpid()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Writes or extends the file of each trace. Raises OSError if the disk refuses."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
+        if self._owner != os.getpid():  # a forked child: the lock may be held by a thread that is not here
+            self._lock, self._owner = threading.Lock(), os.getpid()
         with self._lock, _alone(self.folder):
             for trace in cast("list[Json]", to_jaeger(spans)["data"]):
                 path = self.folder / f"{trace['traceID']}{_SUFFIX}"

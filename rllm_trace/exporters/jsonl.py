@@ -48,15 +48,17 @@ class JSONLExporter:
         self.path = Path(path)
         self._lock = threading.Lock()
         self._file: int | None = None
-        self._owner = 0
+        self._owner = os.getpid()
         self._torn = False
         """The file ends in the middle of a line."""
 
     def export_episode(self, episode: Episode) -> None:
         """Writes one line. Raises OSError if the disk refuses."""
         line = encode_episode(episode) + b"\n"
+        if self._owner != os.getpid():  # a forked child: the lock may be held by a thread that is not here
+            self._lock, self._file, self._owner = threading.Lock(), None, os.getpid()
         with self._lock:
-            if self._file is None or self._owner != os.getpid():
+            if self._file is None:
                 self._open()
             ended, self._torn = b"\n" if self._torn else b"", True
             _write_all(cast("int", self._file), ended + line)
@@ -73,7 +75,6 @@ class JSONLExporter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._torn = _ends_midline(self.path)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        self._owner = os.getpid()
 
 
 def write_episodes(path: str | os.PathLike[str], episodes: Iterable[Episode]) -> int:

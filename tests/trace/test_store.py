@@ -530,6 +530,8 @@ def test_a_reward_for_nobody_is_refused(full_episode: Episode, tmp_path: Path) -
         store.add_reward(1)
     with pytest.raises(RewardError, match="'human' got nan"):
         store.add_reward(float("nan"), name="human", episode_id="ep-1")
+    assert store.give("ep-9", [Reward(name="human", value=1.0)]) is False
+    assert list((tmp_path / "rewards").iterdir()) == []
     store.append(msgspec.structs.replace(full_episode, id="ep-9"))
     store.add_reward(1, episode_id="ep-9")
 

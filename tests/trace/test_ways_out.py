@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -223,3 +226,34 @@ def test_redaction_reaches_every_way_out(server: ScriptedServer, tmp_path: Path,
         assert found.input == {"question": "What is [x]?"}
         assert found.calls[0].messages == [{"role": "user", "content": "What is [x]?"}]
         assert (found.calls[0].prompt_token_ids, found.calls[0].inexact_reason) == (None, "redacted")
+
+
+SCRIPT = """
+import sys
+import rllm_trace as rllm
+from rllm_trace.exporters import JSONLExporter
+
+@rllm.workflow
+def solve(number):
+    return number
+
+rllm.configure(exporters=["otlp", JSONLExporter(sys.argv[1] + "/episodes.jsonl")], store=sys.argv[1] + "/store")
+for number in range(3):
+    solve(number)
+"""
+
+
+def test_a_script_that_just_ends_loses_nothing(tmp_path: Path, receiver: OTLPReceiver) -> None:
+    """No flush, no shutdown: what was recorded is delivered at exit, to the back end, the file and the store, and stderr stays empty."""
+    ended = subprocess.run(
+        [sys.executable, "-X", "dev", "-c", SCRIPT, str(tmp_path)],
+        env=os.environ | receiver.environ(),
+        check=True,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.stdout, ended.stderr) == ("", "")
+    assert [span.name for span in receiver.spans()] == ["invoke_workflow solve"] * 3
+    assert [episode.output for episode in read_episodes(tmp_path / "episodes.jsonl")] == [0, 1, 2]
+    assert [episode.output for episode in Store(tmp_path / "store")] == [0, 1, 2]
