@@ -11,8 +11,8 @@ import collections
 import os
 import random
 import threading
-from collections.abc import Callable
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol, runtime_checkable
 
 from rllm_trace import attributes as A
 from rllm_trace._context import current
@@ -22,9 +22,9 @@ from rllm_trace._open import OpenEpisode
 from rllm_trace._spans import Span
 from rllm_trace._writer import Writer
 from rllm_trace.episodes import build_episode
-from rllm_trace.types import Episode
+from rllm_trace.types import Episode, Reward
 
-__all__ = ["EpisodeSink", "Plan", "Recorder", "SpanSink", "recorder"]
+__all__ = ["EpisodeSink", "Plan", "Recorder", "RewardSink", "SpanSink", "recorder"]
 
 _MAX_QUEUED: Final = 4_096
 _MAX_REMEMBERED: Final = 10_000
@@ -43,6 +43,15 @@ class EpisodeSink(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class RewardSink(Protocol):
+    """An episode sink that also takes rewards for what it was given before: the store."""
+
+    def give(self, episode_id: str, given: Sequence[Reward]) -> bool:
+        """False if it does not hold the episode."""
+        ...
 
 
 class SpanSink(Protocol):

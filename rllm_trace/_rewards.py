@@ -20,7 +20,7 @@ from rllm_trace._episode import child_span, recording_scope
 from rllm_trace._guard import counters, guard, warn_once
 from rllm_trace._inbox import replace_delivered
 from rllm_trace._open import OpenEpisode
-from rllm_trace._recorder import recorder
+from rllm_trace._recorder import RewardSink, recorder
 from rllm_trace._shapes import wrap
 from rllm_trace._spans import Span, error_info, sources
 from rllm_trace._values import number, rewards_of
@@ -151,12 +151,12 @@ def reward(function: F | None = None, /, *, name: str | None = None, weight: flo
 
 
 def add_reward(value: Any, *, name: str = "reward", weight: float = 1.0, episode_id: str | None = None, span_id: str | None = None) -> None:
-    """Scores an episode of this process, running or ended. ``value`` is what a reward function may return.
+    """Scores an episode of this process or of its store, running or ended. ``value`` is what a reward function may return.
 
     ``episode_id``: None is the running one. ``span_id``: of the trajectory or call that is scored; None: the episode. An episode that has
-    been delivered is replaced, in the lists of ``collect`` and of rollouts that hold it, by a copy with the reward; exporters get the
-    reward as a span of its trace. Raises RewardError for what is no reward, UnknownEpisodeError if this process does not know the
-    episode (any more).
+    been delivered is replaced, in the lists of ``collect`` and of rollouts that hold it, by a copy with the reward; the store keeps it with
+    the episode, also with one of another process; exporters get it as a span of the trace. Raises RewardError for what is no reward,
+    UnknownEpisodeError where nothing holds the episode (any more).
     """
     scope = current()
     episode = scope.episode if episode_id is None and scope is not None else recorder.open_episodes.get(episode_id or "")
@@ -174,21 +174,7 @@ def add_reward(value: Any, *, name: str = "reward", weight: float = 1.0, episode
 def _give(episode: OpenEpisode, given: list[Reward]) -> bool:
     """Takes the rewards into an episode that is still open."""
     root = episode.root
-    now = sources.now()
-    span = Span(
-        kind="reward",
-        name=given[0].name,
-        trace_id=episode.trace_id,
-        span_id=sources.span_id(),
-        parent_id=given[0].target or root.span_id,
-        episode_id=episode.id,
-        trajectory_id=root.span_id,
-        trajectory_name=root.name,
-        started=now,
-        ended=now,
-        in_reward=True,
-        facts=_facts(given),
-    )
+    span = _span(episode.id, root.trace_id, root.span_id, root.name, given)
     if not episode.start(span):
         return False
     episode.end(span)
@@ -200,31 +186,38 @@ def _give_late(episode_id: str, given: list[Reward]) -> None:
     known = recorder.delivered.get(episode_id)
     if known is None and recorder.writer.wait_idle(_HANDOVER):
         known = recorder.delivered.get(episode_id)
-    replaced = replace_delivered(episode_id, lambda episode: with_rewards(episode, given))
-    if known is not None and recorder.span_sinks:
-        trace_id, root_id, name = known
-        now = sources.now()
-        span = Span(
-            kind="reward",
-            name=given[0].name,
-            trace_id=trace_id,
-            span_id=sources.span_id(),
-            parent_id=given[0].target or root_id,
-            episode_id=episode_id,
-            trajectory_id=root_id,
-            trajectory_name=name,
-            started=now,
-            ended=now,
-            in_reward=True,
-            facts=_facts(given),
-        )
+    held = replace_delivered(episode_id, lambda episode: with_rewards(episode, given)) > 0
+    for sink in recorder.episode_sinks:
+        if isinstance(sink, RewardSink):
+            held |= sink.give(episode_id, given)
+    if known is not None:
         for sink in recorder.span_sinks:
-            sink.put(span)
-    elif not replaced:
+            sink.put(_span(episode_id, *known, given))
+            held = True
+    if not held:
         raise UnknownEpisodeError(
-            f"no episode {episode_id!r} is held in this process any more; keep the list of collect(), or configure an exporter"
+            f"no episode {episode_id!r} is held in this process any more; keep the list of collect(), or configure a store or an exporter"
         )
     counters.add("recorded", "late reward", len(given))
+
+
+def _span(episode_id: str, trace_id: str, root_id: str, workflow: str, given: list[Reward]) -> Span:
+    """The span of rewards that no function of the app gave: it has no duration."""
+    now = sources.now()
+    return Span(
+        kind="reward",
+        name=given[0].name,
+        trace_id=trace_id,
+        span_id=sources.span_id(),
+        parent_id=given[0].target or root_id,
+        episode_id=episode_id,
+        trajectory_id=root_id,
+        trajectory_name=workflow,
+        started=now,
+        ended=now,
+        in_reward=True,
+        facts=_facts(given),
+    )
 
 
 def _facts(given: list[Reward]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import rllm_trace as rllm
+from rllm_trace._recorder import recorder
 from rllm_trace.rollouts import rollout
 
 
@@ -323,3 +324,25 @@ def test_add_reward_refuses_what_it_cannot_place() -> None:
     gc.collect()
     with pytest.raises(rllm.UnknownEpisodeError, match="keep the list of collect"):
         rllm.add_reward(1.0, name="human", episode_id=identity)
+
+
+def test_add_reward_reaches_an_episode_in_the_store(tmp_path: Any) -> None:
+    """Also one that nothing in memory holds any more, and after the process was configured anew."""
+    from rllm_trace.store import Store
+
+    @rllm.workflow
+    def app() -> str:
+        episode = rllm.current_episode()
+        assert episode is not None
+        return episode.id
+
+    rllm.configure(store=tmp_path)
+    first = app()
+    assert rllm.flush()
+    rllm.configure()
+    rllm.configure(store=tmp_path)
+    recorder.delivered.clear()
+    rllm.add_reward(0.7, name="human", episode_id=first)
+    with pytest.raises(rllm.UnknownEpisodeError, match="configure a store or an exporter"):
+        rllm.add_reward(0.7, name="human", episode_id="zz")
+    assert [(episode.id, episode.reward) for episode in Store(tmp_path)] == [(first, 0.7)]
