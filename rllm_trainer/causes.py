@@ -36,6 +36,8 @@ Cause = Literal[
 
 _COMPARED_TOKENS = 32
 _THINK_TAG = "think>"
+_TAG_SLACK = 8
+"""Characters that a template may put before the tag."""
 _QUOTED_REPLY = 12
 """A reply of so many characters that stands word for word in a new message was put there."""
 
@@ -186,8 +188,9 @@ def _of_echo(parting: Parting, turn: Turn, decode: Decode | None) -> Cause | Non
 def _thinking_left(parting: Parting, turn: Turn, reply: Message, sent: Message, decode: Decode | None) -> bool:
     """Whether reasoning that was sampled, or opened for the reply, is no longer in the prompt."""
     if decode is not None:
-        left = min(_COMPARED_TOKENS, len(turn.reply.token_ids) - turn.offset)
-        if _THINK_TAG in decode(parting.recorded_ids(left)) and _THINK_TAG not in decode(parting.sent_ids()):
+        sampled = decode(parting.recorded_ids(min(_COMPARED_TOKENS, len(turn.reply.token_ids) - turn.offset)))
+        _, tag, after = sampled.partition(_THINK_TAG)
+        if tag and _THINK_TAG not in decode(parting.sent_ids())[: len(sampled) - len(after) + _TAG_SLACK]:
             return True
     if not thinks(reply):
         return False
@@ -250,7 +253,7 @@ def _compaction(parting: Parting, dropped: Sequence[Message], kept: Sequence[Mes
     if common and not parting.may_be_fork and (len(kept) < len(dropped) or dropped[0].get("role") != kept[0].get("role")):
         return "compaction"
     replies = [(text_of(message) or "").strip() for message in dropped if message.get("role") == "assistant"]
-    texts = [text_of(message) or "" for message in kept]
+    texts = [text_of(message) or "" for message in kept if message.get("role") != "assistant"]
     quoted = any(reply in text for reply in replies if len(reply) >= _QUOTED_REPLY for text in texts)
     return "compaction" if quoted and parting.recorded.trajectory_id == parting.sent.trajectory_id else None
 

@@ -121,9 +121,10 @@ def drift(recorded: Message, sent: Message, *, stops: Sequence[str] = ()) -> Dri
         return None
     if not old and not new:
         return '""/None'
-    if any(stop and (old.rstrip() + stop == new.rstrip() or new.rstrip() + stop == old.rstrip()) for stop in stops):
+    old, new = without_space(old), without_space(new)
+    if any(tag and (old + tag == new or new + tag == old) for tag in map(without_space, stops)):
         return "stop string trimmed"
-    return "whitespace" if without_space(old) == without_space(new) else None
+    return "whitespace" if old == new else None
 
 
 def _part_text(part: Any) -> str:

@@ -3,9 +3,9 @@
 Which row trains a reply is planned over replies, not tokens, so a plan is small; a row's arrays are made when the row is asked for,
 because rows that share long prefixes are many times larger than the tree that holds them.
 
-A lineage is followed from its first trained reply to the last one that continues it unbroken; where it forks, the earliest
-continuation goes on in the same row and each other one begins a row of its own, with what it shares as context. Replies of one row
-have one temperature.
+A lineage is followed from its first trained reply to the last one that continues it; where it forks, the earliest continuation goes
+on in the same row and each other one begins a row of its own, with what it shares as context. Replies of one row have one
+temperature.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def _members(spans: Sequence[ReplySpan], mode: Mode) -> list[list[int]]:
         if parent >= 0 and leads_to_training[index]:
             leads_to_training[parent] = True
             children.setdefault(parent, []).append(index)
-    goes_on = {parent: min(options, key=lambda index: (spans[index].cause is not None, index)) for parent, options in children.items()}
+    goes_on = {parent: min(options) for parent, options in children.items()}
     heads = [index for index, span in enumerate(spans) if leads_to_training[index] and (span.parent < 0 or goes_on[span.parent] != index)]
     rows: list[list[int]] = []
     for head in heads:

@@ -203,6 +203,16 @@ def test_a_retry_that_sampled_the_same_is_a_sample_of_its_own() -> None:
     assert samples.counters.distinct_tokens == 5
 
 
+def test_a_retry_made_later_is_not_what_was_continued() -> None:
+    """Of two equal replies the one that began before the call is its parent."""
+    samples = build_samples(
+        make_episode(
+            make_call("1", [1], [7, 2], started=1), make_call("2", [1, 7, 2, 5], [9], started=2), make_call("3", [1], [7, 2], started=3)
+        )
+    )
+    assert [[name for name, *_ in spans(row)] for row in samples.samples] == [["1", "2"], ["3"]]
+
+
 def test_a_retry_that_was_cut_shorter_is_a_sample_of_its_own() -> None:
     """A reply that is a beginning of another reply is no part of that one's row."""
     samples = build_samples(make_episode(make_call("1", [1], [7]), make_call("2", [1], [7, 8, 2])))
@@ -239,6 +249,18 @@ def test_a_lineage_that_changes_its_temperature_is_cut() -> None:
         ([1, 7, 2, 5, 8, 2], [0, 0, 0, 0, 1, 1]),
     ]
     assert [row.temperature for row in samples.samples] == [0.7, 1.0]
+
+
+def test_rows_are_in_order_of_their_first_trained_reply() -> None:
+    """Also where a lineage was cut by its temperature and another began meanwhile."""
+    samples = build_samples(
+        make_episode(
+            make_call("1", [1], [7], sampling={"temperature": 0.7}),
+            make_call("2", [2], [8], sampling={"temperature": 0.7}),
+            make_call("3", [1, 7, 5], [9]),
+        )
+    )
+    assert [row.id for row in samples.samples] == ["episode:1:0", "episode:2:0", "episode:3:0"]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -419,6 +441,12 @@ def test_an_overlong_row_is_split_at_fixed_places() -> None:
         ("2", 3, 6, 1, True),
     ]
     assert samples.counters.cut_context_tokens == 3
+
+
+def test_a_split_leaves_out_pieces_that_train_nothing() -> None:
+    """Of a long prompt only the piece before the reply is a row."""
+    (row,) = build_samples(make_episode(make_call("1", [*range(1, 9)], [9])), max_len=4, overlong="split").samples
+    assert (row.id, row.token_ids.tolist(), row.trained_mask.astype(int).tolist()) == ("episode:1:0/3", [7, 8, 9], [0, 0, 1])
 
 
 def test_a_split_gives_a_token_the_same_context_in_every_mode() -> None:

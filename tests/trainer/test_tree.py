@@ -86,6 +86,21 @@ def test_a_path_is_read_back_whole_and_in_windows() -> None:
     assert tree.path(0).tolist() == []
 
 
+def test_the_largest_child_comes_first() -> None:
+    """It lies directly after its parent, so that the longer path is one run; equally large children go by their first token."""
+    tree = tree_of((0, [1], [[2], [9], [5]]), (1, [1, 9, 8], [[7]]))
+    assert edges(tree) == [[], [1], [9], [8], [7], [2], [5]]
+    assert tree.tops.tolist() == [0, 0, 0, 0, 0, 5, 6]
+
+
+def test_shared_prefixes_of_equal_sequences() -> None:
+    """Two equal samples share all of their tokens, and with a third as many as it has in common."""
+    prefixes = SharedPrefixes(tree_of((0, [1, 2], [[3, 4], [3, 9], [3, 4]])))
+    assert prefixes.of(0).tolist() == [4, 3, 4]
+    assert prefixes.of(1).tolist() == [3, 4, 3]
+    assert prefixes.of(2).tolist() == [4, 3, 4]
+
+
 def test_shared_prefixes_count_tokens_of_whole_sequences() -> None:
     """[1 2 3 4], [1 2 3 9 6], [1 2 3] and [8] share 3, 3 and 0 tokens with the first."""
     tree = tree_of((0, [1, 2], [[3, 4]]), (1, [1, 2, 3, 9], [[6]]), (2, [1, 2], [[3]]), (3, [8], [[]]))
