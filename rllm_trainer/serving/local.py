@@ -28,7 +28,7 @@ __all__ = ["LocalServer"]
 _MODULE = "rllm_trainer.serving._local.main"
 _PROXY_NAMES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 _CALL_TIMEOUT = 600.0
-_MOST_KV_BYTES = 4 * 2**30
+_MOST_KV_BYTES = 2 * 2**30
 
 
 class LocalServer:
@@ -76,7 +76,7 @@ class LocalServer:
             port: on loopback; 0: a free one.
             name: the model's name to clients; None: the folder's.
             version: policy version of the weights in the folder.
-            kv_bytes: memory for keys and values, prefix cache included; None: a quarter of this machine's, at most 4 GiB.
+            kv_bytes: memory for keys and values, prefix cache included; None: a quarter of this machine's, at most 2 GiB.
             max_rows: most sequences that decode at once; more wait.
             max_waiting: most sequences that wait; more are answered with 429.
             chat_template: Jinja text used instead of the folder's template.
@@ -152,26 +152,29 @@ class LocalServer:
             SwapNotProven: what is served now is not what the file holds.
         """
         before = self._probe(probe) if probe is not None else None
-        body: dict[str, Any] = {"path": str(weights.path), "version": weights.version, "lora": weights.lora}
-        if probe is None or weights.lora:
-            body["digest"] = weights.digest
-        done = self._call("POST", "/rllm/swap", body)
-        proof, difference = "digest", 0.0
+        report = self.swap_unproven(weights, check_digest=probe is None or weights.lora)
         if probe is not None and before is not None:
             after = self._probe(probe)
             whole = judge(probe, before[0], after[0])
             cached = judge(probe, before[1], after[1], what="logprobs behind a cached prefix")
-            proof, difference = whole.proof, max(whole.max_difference, cached.max_difference)
-            if proof == "digest" and not weights.lora:
+            if whole.proof == "digest" and not weights.lora:
                 self._prove_by_digest(weights)
+            difference = max(whole.max_difference, cached.max_difference)
+            report = msgspec.structs.replace(report, proof=whole.proof, max_difference=difference)
         if self.version != weights.version:
             raise SwapNotProven(f"after the swap to version {weights.version} the server says {self.version}")
+        return report
+
+    def swap_unproven(self, weights: WeightsFile, *, check_digest: bool = False) -> SwapReport:
+        """The swap alone. ``check_digest``: the new buffers are hashed and compared before they are served."""
+        body = {"path": str(weights.path), "version": weights.version, "lora": weights.lora}
+        done = self._call("POST", "/rllm/swap", {**body, "digest": weights.digest if check_digest else None})
         return SwapReport(
             version=weights.version,
             seconds=done["seconds"],
             requests_in_flight=done["requests_in_flight"],
-            proof=proof,
-            max_difference=difference,
+            proof="digest" if check_digest else "none",
+            max_difference=0.0,
         )
 
     def prompt_logprobs(self, rows: Sequence[Int32], *, temperature: float = 1.0) -> list[Float32]:
