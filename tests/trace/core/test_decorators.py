@@ -11,6 +11,7 @@ import pickle
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rllm_trace as rllm
@@ -695,3 +696,16 @@ def test_a_workflow_that_returns_work_undone_warns() -> None:
         result = app()
     assert asyncio.run(result) == 1
     assert [episode.termination for episode in episodes] == ["completed"]
+
+
+def test_a_large_array_is_named_not_copied() -> None:
+    """Numbers by the million stay with the app; a small array is recorded as its list."""
+
+    @rllm.workflow
+    def app(image: Any, mask: Any) -> Any:
+        return image
+
+    with rllm.collect() as episodes:
+        app(np.zeros((1024, 1024), dtype=np.float32), np.array([1, 0]))
+    large = "<ndarray of 4194304 bytes, too large to record>"
+    assert (episodes[0].input, episodes[0].output) == ({"image": large, "mask": [1, 0]}, large)
