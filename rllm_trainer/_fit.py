@@ -98,6 +98,7 @@ def fit(
         TrainerError: something was refused or went wrong; the message says what to do.
         KeyboardInterrupt: after Ctrl-C, once the run is on file and can be continued.
     """
+    replaces = replaces if replaces is None or isinstance(replaces, str) else list(replaces)
     given: dict[str, Any] = {"algorithm": algorithm, "group_size": group_size, "replaces": replaces, "sampling": sampling}
     given |= {"serving": serving, "engine": engine}
     resume = settings.pop("resume", False)

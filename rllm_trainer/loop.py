@@ -15,6 +15,7 @@ from operator import add
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from rllm_trace.routing import CallSites
 from rllm_trainer.advantages import Estimator, credit
@@ -58,6 +59,10 @@ __all__ = ["Loop", "Parts", "TrainingEngine"]
 
 _WIDE_GAP = 0.02
 """Nats. Two float32 programs differ by 1e-6, float32 and bfloat16 by about 0.01."""
+
+
+_LIVENESS = np.zeros(2, np.int32)
+"""A row that any server can score."""
 
 
 class TrainingEngine(Engine, Estimator, Protocol):
@@ -127,11 +132,7 @@ class Loop:
         started = time.monotonic()
         rollouts = collected.rollouts
         notes = list(collected.notes)
-        require_sound(rollouts)
-        if excluded_share(rollouts) > WARN_EXCLUDED:
-            self._parts.report.warn(
-                f"{excluded_share(rollouts):.0%} of step {step}'s rollouts were lost to faults that are not the policy's"
-            )
+        self._require_sound(step, rollouts)
         samples = self._samples(rollouts)
         self._look(collected, samples)
         counters = reduce(add, (s.counters for s in samples.values()), Counters())
@@ -153,6 +154,16 @@ class Loop:
             line["version"] = self.state.version
             written = self._parts.metrics.write(step, line)
             self._parts.report.step(written, losses_of(rollouts, counters, notes), steps=self.state.steps)
+
+    def _require_sound(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Stops where too much was lost; a server that is gone is the better reason."""
+        share = excluded_share(rollouts)
+        if share <= WARN_EXCLUDED:
+            return
+        if self._parts.server is not None:
+            self._parts.server.prompt_logprobs([_LIVENESS])
+        require_sound(rollouts)
+        self._parts.report.warn(f"{share:.0%} of step {step}'s rollouts were lost to faults that are not the policy's")
 
     def _samples(self, rollouts: Sequence[Rollout]) -> dict[str, SampleSet]:
         settings = self._parts.settings

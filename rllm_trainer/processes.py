@@ -19,7 +19,7 @@ from rllm_trainer.config import Settings
 from rllm_trainer.exceptions import ServerError
 from rllm_trainer.loop import TrainingEngine
 from rllm_trainer.rollout.runner import RunInterrupted
-from rllm_trainer.serving.base import Server
+from rllm_trainer.serving.base import Capabilities, Server
 
 __all__ = ["route_to", "running", "serving", "start_engine", "start_server"]
 
@@ -45,6 +45,7 @@ def running(settings: Settings, model: Path, run_dir: Path, stop: threading.Even
         _wait([engine, server], stop)
         if server.done():
             server.result()
+        _require_capable(server.result().capabilities, lora=settings.lora is not None)
         yield engine.result(), server.result()
     finally:
         _close(server)
@@ -103,6 +104,20 @@ def _require_free_port(port: int) -> None:
             raise ServerError(
                 f"port {port} on 127.0.0.1 cannot be used: {error.strerror}; give another port, or port=0 for a free one"
             ) from None
+
+
+def _require_capable(can: Capabilities, *, lora: bool) -> None:
+    """Refuses a server that training cannot be exact with, before the first rollout."""
+    needed = {
+        "token ids": can.token_ids,
+        "logprobs": can.logprobs,
+        "logprobs at the temperature used": can.processed_logprobs,
+        "a swap of weights": can.swap,
+        "a swap of adapters": can.lora_swap or not lora,
+    }
+    missing = [name for name, there in needed.items() if not there]
+    if missing:
+        raise ServerError(f"the server cannot be trained with: it lacks {', '.join(missing)}")
 
 
 def _started(name: str, start: Callable[[], T]) -> Future[T]:

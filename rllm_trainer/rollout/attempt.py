@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from rllm_trace._recorder import recorder
 from rllm_trace.episodes import with_rewards
 from rllm_trace.exceptions import RewardError as BadReward
 from rllm_trace.rollouts import Rollout, rollout
@@ -58,8 +59,6 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     """Policy version being served when the batch starts."""
     metadata: dict[str, Any] = {}
     """Goes into each episode's metadata."""
-    settle: float = 5.0
-    """Seconds that calls may stay open after the app has returned."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,7 +185,7 @@ class Attempt:
         return msgspec.structs.replace(route, resolve=resolve)
 
     def _finish(self, handle: Rollout, output: Any, error: BaseException | None, context: Context) -> Outcome:
-        episode, extra = _root(handle.wait(self._conditions.settle + _DELIVERY))
+        episode, extra = _root(handle.wait(recorder.settle + _DELIVERY))
         verdict = self._verdict(handle, error, episode)
         if episode is None and verdict.fault is None:
             verdict = Verdict(fault="infrastructure", reason="no episode was recorded for it")

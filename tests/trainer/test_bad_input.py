@@ -277,6 +277,26 @@ def test_a_reward_inside_the_app_that_raises(on_started, tmp_path):
     refused(TooManyFaults, "the reward inner failed", app=scored, reward=[], tmp_path=tmp_path)
 
 
+def test_a_server_that_dies(started, monkeypatch, tmp_path):
+    """A server that ends in the middle of a batch ends the run with that, not with what the app saw of it."""
+
+    @contextlib.contextmanager
+    def running(settings, model, run_dir, stop):
+        with processes.serving(settings, model, run_dir, stop) as server:
+            alive.append(server)
+            yield started[0], server
+
+    alive = []
+    monkeypatch.setattr("rllm_trainer._fit.running", running)
+
+    def killer(word):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(alive[0].pid).kill()
+        return ask(word)
+
+    refused(ServerError, "the local server has ended", app=killer, tmp_path=tmp_path)
+
+
 def test_the_result_of_a_run_that_ended_itself_is_on_file(on_started, tmp_path):
     """The rollouts of a run that stopped are in its folder, with their reasons."""
 
