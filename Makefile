@@ -40,9 +40,11 @@ check: setup  ## Format, lint, types and import contracts
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 	@$(BIN)/lint-imports
+	@$(BIN)/python tools/file_tree.py --check
 
 format: setup  ## Rewrite the code as `make check` wants it
 	@$(BIN)/ruff format .
+	@$(BIN)/python tools/file_tree.py
 	@$(BIN)/ruff check --fix .
 
 wheel: setup  ## Build the wheel, through the source distribution, into dist/
