@@ -34,6 +34,7 @@ from rllm_trainer.serving._local.protocol import (
 )
 from rllm_trainer.serving._local.replies import ChatReply, CompletionReply
 from rllm_trainer.serving._local.requests import Asked, Intake
+from rllm_trainer.serving._local.responses import ResponsesReply, ResponsesRequest, as_chat
 from rllm_trainer.serving._local.scheduler import Busy, Job, News, Scheduler
 from rllm_trainer.serving._local.weights import WeightsError
 
@@ -89,6 +90,7 @@ def make_app(service: Service) -> Starlette:
         "/v1/models": ("GET", _models),
         "/v1/chat/completions": ("POST", _chat),
         "/v1/completions": ("POST", _completions),
+        "/v1/responses": ("POST", _responses),
         "/tokenize": ("POST", _tokenize),
         "/detokenize": ("POST", _detokenize),
         "/rllm/swap": ("POST", _swap),
@@ -185,6 +187,29 @@ async def _chat_events(asked: Asked, reply: ChatReply, include_usage: bool) -> A
         yield reply.usage_chunk()
 
 
+async def _responses(service: Service, request: Request) -> Response:
+    asked_for = decode(await _body(request), ResponsesRequest)
+    asked = service.intake.chat(as_chat(asked_for))
+    reply = ResponsesReply(asked_for, asked, service.intake.tokenizer, model=service.intake.name, version=service.version)
+    service.submit(asked.jobs)
+    if asked_for.stream:
+        return _stream(service, asked.jobs, _responses_events(asked, reply), named=True)
+    updates = await _until_done(service, request, asked.jobs, _last_updates(asked))
+    return _GONE if updates is None else _json(reply.whole(updates[0]))
+
+
+async def _responses_events(asked: Asked, reply: ResponsesReply) -> AsyncIterator[dict[str, Any]]:
+    for event in reply.start():
+        yield event
+    while True:
+        _, update = await asked.news.get()
+        _raise_failure(update)
+        for event in reply.events(update):
+            yield event
+        if update.finish_reason is not None:
+            return
+
+
 async def _completions(service: Service, request: Request) -> Response:
     asked_for = decode(await _body(request), CompletionRequest)
     asked = service.intake.completions(asked_for)
@@ -257,19 +282,23 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def _stream(service: Service, jobs: list[Generation], events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
+def _stream(service: Service, jobs: list[Generation], events: AsyncIterator[dict[str, Any]], *, named: bool = False) -> StreamingResponse:
+    """Server-sent events; ``named``: each under its type and without a last ``[DONE]``, as the Responses API has them."""
+
     async def lines() -> AsyncIterator[bytes]:
         finished = False
         try:
             async for event in events:
-                yield b"data: " + msgspec.json.encode(event) + b"\n\n"
+                name = f"event: {event['type']}\n".encode() if named else b""
+                yield name + b"data: " + msgspec.json.encode(event) + b"\n\n"
             finished = True
         except ApiError as error:
-            yield b"data: " + error_body(error) + b"\n\n"
+            yield (b"event: error\n" if named else b"") + b"data: " + error_body(error) + b"\n\n"
         finally:
             if not finished:
                 service.scheduler.cancel(list(jobs))
-        yield b"data: [DONE]\n\n"
+        if not named:
+            yield b"data: [DONE]\n\n"
 
     return StreamingResponse(lines(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
 

@@ -18,7 +18,7 @@ from rllm_trainer.serving._local.requests import Asked
 from rllm_trainer.serving._local.sampling import Sampled
 from rllm_trainer.serving._local.tokens import Tokenizer
 
-__all__ = ["ChatReply", "CompletionReply", "usage", "version_metadata"]
+__all__ = ["ChatReply", "CompletionReply", "chat_logprobs", "usage", "version_metadata"]
 
 
 def version_metadata(versions: Sequence[VersionSpan], now: int) -> dict[str, Any]:
@@ -42,15 +42,14 @@ def usage(asked: Sequence[Asked]) -> dict[str, Any]:
     }
 
 
-def _chat_logprobs(tokenizer: Tokenizer, sampled: Sequence[Sampled]) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer, sampled: Sequence[Sampled]) -> list[dict[str, Any]]:
+    """OpenAI's entry for each token."""
+
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         piece = tokenizer.piece(token_id)
         return {"token": piece.text, "logprob": round(logprob, 8), "bytes": list(piece.data)}
 
-    return {
-        "content": [{**entry(s.token_id, s.logprob), "top_logprobs": [entry(i, p) for i, p in s.top]} for s in sampled],
-        "refusal": None,
-    }
+    return [{**entry(s.token_id, s.logprob), "top_logprobs": [entry(i, p) for i, p in s.top]} for s in sampled]
 
 
 class ChatReply:
@@ -113,13 +112,16 @@ class ChatReply:
         choice: dict[str, Any] = {
             "index": index,
             "message": message,
-            "logprobs": _chat_logprobs(self._tokenizer, update.sampled) if self._request.logprobs else None,
+            "logprobs": self._logprobs(update.sampled),
             "finish_reason": self._finish_reason(index, update),
             "stop_reason": update.stop_reason,
         }
         if self._request.return_token_ids:
             choice["token_ids"] = [s.token_id for s in update.sampled]
         return choice
+
+    def _logprobs(self, sampled: Sequence[Sampled]) -> dict[str, Any] | None:
+        return {"content": chat_logprobs(self._tokenizer, sampled), "refusal": None} if self._request.logprobs else None
 
     def _delta(self, index: int, update: Update) -> tuple[dict[str, Any], str | None]:
         if self._parsers is None:
@@ -145,7 +147,7 @@ class ChatReply:
         choice: dict[str, Any] = {
             "index": index,
             "delta": delta,
-            "logprobs": _chat_logprobs(self._tokenizer, sampled) if self._request.logprobs and sampled else None,
+            "logprobs": self._logprobs(sampled) if sampled else None,
             "finish_reason": finish,
         }
         if finish is not None and update is not None:
