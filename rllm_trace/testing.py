@@ -15,8 +15,9 @@ import asyncio
 import contextlib
 import gzip
 import itertools
+import socket
 import threading
-from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -30,7 +31,7 @@ __all__ = ["Exchange", "MemoryExporter", "Reply", "ReplyChoice", "ScriptedServer
 
 _WAIT: Final = 10.0
 _LAST_TURNS: Final = 5
-"""Turns of the event loop for connections that were being accepted, or closed, when the server stopped."""
+"""Turns of the event loop in which connections that were closed last are let go."""
 _HEAD_LIMIT: Final = 256 * 1024
 _REASONS: Final = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found"}
 
@@ -81,11 +82,11 @@ class ScriptedServer:
         self._script = _as_script(script)
         self._refuses = dict(refuses or {})
         self._numbers = itertools.count()
-        self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._served: dict[asyncio.Task[None], socket.socket] = {}
         self._port = 0
-        self._thread: threading.Thread | None = None
-        self._server: asyncio.Server | None = None
+        self._listener: socket.socket
+        self._loop: asyncio.AbstractEventLoop
+        self._thread: threading.Thread
 
     @property
     def base_url(self) -> str:
@@ -97,50 +98,50 @@ class ScriptedServer:
         return [exchange for exchange in self.log if exchange.reply is not None]
 
     def __enter__(self) -> ScriptedServer:
-        ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(ready,), name="rllm-scripted-server", daemon=True)
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self._listener.setblocking(False)
+        self._port = self._listener.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="rllm-scripted-server", daemon=True)
         self._thread.start()
-        if not ready.wait(_WAIT):
-            raise TimeoutError(f"the scripted server did not start within {_WAIT} s")
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._submit(self._stop()).result(_WAIT)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(_WAIT)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        if self._thread is not None:
-            self._thread.join(_WAIT)
+        self._thread.join(_WAIT)
 
-    def _submit(self, work: Coroutine[Any, Any, None]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def _run(self, ready: threading.Event) -> None:
+    def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._start())
-        ready.set()
+        self._loop.add_reader(self._listener, self._accept)
         try:
             self._loop.run_forever()
         finally:
             self._loop.close()
 
-    async def _start(self) -> None:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=_HEAD_LIMIT, backlog=2048)
-        self._port = self._server.sockets[0].getsockname()[1]
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # the client has gone away again
+            return
+        task = self._loop.create_task(self._serve(connection))
+        self._served[task] = connection
+        task.add_done_callback(self._served.pop)
 
     async def _stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        served = dict(self._served)
+        for task in served:
+            task.cancel()
+        await asyncio.gather(*served, return_exceptions=True)
         for _ in range(_LAST_TURNS):
-            for task in list(self._tasks):
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
             await asyncio.sleep(0)
+        for connection in served.values():
+            connection.close()  # of a task that was cancelled before its first step; else closed already
 
-    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = self._loop.create_task(self._serve(reader, writer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=connection, limit=_HEAD_LIMIT)
         try:
             while await self._exchange(reader, writer):
                 pass

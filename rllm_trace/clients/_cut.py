@@ -1,18 +1,17 @@
-"""A JSON response in; out come the same response without its token arrays, and those arrays as bytes, found without parsing.
+"""A JSON response and the members to take out of it, as bytes, in; the same response without them out.
 
-A quoted key followed by a colon cannot occur inside a JSON string (its quotes would be escaped), so the arrays are found by searching
-bytes. Nothing here is trusted: the caller decodes every part, and each byte of the response is in exactly one of them, so a wrong cut
-fails to decode and ``without`` does the same by parsing.
+A quoted key, its colon and its very value, byte for byte, stand nowhere in a JSON text but where that member is: inside a string the
+quotes would be escaped. So a member is found by searching bytes, and what stays is passed on as it came. A layout in which it is not
+found that way (unusual white space) is taken apart and put together again by ``without``, with the same result.
 """
 
 from __future__ import annotations
 
-import re
 from typing import Any, Final, cast
 
 import msgspec
 
-__all__ = ["Cut", "cut", "without"]
+__all__ = ["CutError", "Member", "cut", "without"]
 
 PROMPT_IDS: Final = "prompt_token_ids"
 IDS: Final = ("token_ids", "response_token_ids")
@@ -20,169 +19,87 @@ IDS: Final = ("token_ids", "response_token_ids")
 LOGPROBS: Final = "logprobs"
 METADATA: Final = "metadata"
 """Where our own server and SGLang tell the versions of the weights."""
+VERSION_MARK: Final = b'"weight_version'
 
-_PROMPT_KEY: Final = b'"prompt_token_ids"'
-_ID_KEYS: Final = (b'"token_ids"', b'"response_token_ids"')
-_LOGPROBS_KEY: Final = b'"logprobs"'
-_METADATA_KEY: Final = b'"metadata"'
-_VERSION_MARK: Final = b'"weight_version'
-_LOGPROB_KEY: Final = b'"logprob"'
 _NULLS_MARK: Final = b'"kv_transfer_params"'
 """vLLM writes this after all else, and each field that was not asked for as null: then null is what would have been there."""
 _SPACE: Final = b" \t\r\n"
-_STRUCTURE: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
-_ENTRY_DEPTH: Final = 3
-"""A logprob stands in an entry, in a list, in the logprobs object."""
-
+_COMMA: Final = 0x2C
+_OPENING: Final = 0x7B
 _NULL: Final = msgspec.Raw(b"null")
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _objects = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
 _encode = msgspec.json.Encoder().encode
 
-
-class Cut(msgspec.Struct, gc=False):
-    """A response in parts. Each list holds one array for each time that it was found, in the order of the response."""
-
-    rest: bytes
-    prompt_ids: list[bytes]
-    ids: list[bytes]
-    logprobs: list[bytes]
-    metadata: bytes | None = None
+Member = tuple[bytes, bytes, bool | None]
+"""The quoted key with its colon, the value, and what is to stand there: null (True), nothing (None), or whichever of the two the server
+writes for a field that was not asked for (False)."""
 
 
 class CutError(Exception):
-    """The response is laid out in a way that searching bytes cannot cut."""
+    """A member is not laid out in a way that searching bytes can find."""
 
 
-def cut(body: bytes, *, ids: bool, logprobs: bool, versions: bool = False) -> Cut:
-    """Takes out what is asked for: id arrays and versions are removed with their keys, logprob objects replaced by null.
-
-    Raises ``CutError``.
-    """
-    spans: list[tuple[int, int, int]] = []
-    prompt_parts: list[bytes] = []
-    id_parts: list[bytes] = []
-    if ids:
-        _find_arrays(body, _PROMPT_KEY, spans, prompt_parts)
-        for key in _ID_KEYS:
-            _find_arrays(body, key, spans, id_parts)
-            if id_parts:
+def cut(body: bytes, members: list[Member]) -> bytes:
+    """``body`` without ``members``, which are given in the order of the body for each key. Raises ``CutError``."""
+    found: list[tuple[int, int, int, bool | None]] = []
+    after: dict[bytes, int] = {}
+    for key, value, null in members:
+        at = body.find(key, after.get(key, 0))
+        while at >= 0:
+            start = at + len(key)
+            end = start + len(value)
+            if body[start:end] == value:
                 break
-    logprob_parts: list[bytes] = []
-    if logprobs:
-        _find_logprobs(body, spans, logprob_parts)
-    metadata = _find_versions(body, spans) if versions else None
-    if not spans:
-        return Cut(body, prompt_parts, id_parts, logprob_parts)
-    return Cut(_without_spans(body, spans), prompt_parts, id_parts, logprob_parts, metadata)
-
-
-def _value_at(body: bytes, at: int) -> int:
-    """Where the value begins whose key ends at ``at``; -1 if no colon follows."""
-    size = len(body)
-    while at < size and body[at] in _SPACE:
-        at += 1
-    if at >= size or body[at] != 0x3A:
-        return -1
-    at += 1
-    while at < size and body[at] in _SPACE:
-        at += 1
-    return at
-
-
-def _find_arrays(body: bytes, key: bytes, spans: list[tuple[int, int, int]], found: list[bytes]) -> None:
-    at = body.find(key)
-    while at >= 0:
-        value = _value_at(body, at + len(key))
-        end = at + len(key)
-        if body[value : value + 1] == b"[" and value > 0:
-            end = body.find(b"]", value) + 1
-            if end == 0:
-                raise CutError("array without end")
-            spans.append((at, end, value))
-            found.append(body[value:end])
-        at = body.find(key, end)
-
-
-def _find_logprobs(body: bytes, spans: list[tuple[int, int, int]], found: list[bytes]) -> None:
-    at = body.find(_LOGPROBS_KEY)
-    while at >= 0:
-        value = _value_at(body, at + len(_LOGPROBS_KEY))
-        following = body.find(_LOGPROBS_KEY, at + len(_LOGPROBS_KEY))
-        if value > 0 and body[value : value + 1] == b"{":
-            last = body.rfind(_LOGPROB_KEY, value, following if following >= 0 else len(body))
-            end = _closed(body, value, 0) if last < 0 else _closed(body, last + len(_LOGPROB_KEY), _ENTRY_DEPTH)
-            spans.append((value, end, value))
-            found.append(body[value:end])
-        at = following
-
-
-def _find_versions(body: bytes, spans: list[tuple[int, int, int]]) -> bytes | None:
-    at = body.find(_METADATA_KEY) if _VERSION_MARK in body else -1
-    value = _value_at(body, at + len(_METADATA_KEY)) if at >= 0 else -1
-    if value < 0 or body[value : value + 1] != b"{":
-        return None
-    end = _closed(body, value, 0)
-    spans.append((at, end, -1))
-    return body[value:end]
-
-
-def _closed(body: bytes, at: int, depth: int) -> int:
-    """Where the value ends that is ``depth`` levels open at ``at``."""
-    for match in _STRUCTURE.finditer(body, at):
-        mark = match[0]
-        if mark in b"{[":
-            depth += 1
-        elif mark in b"}]":
-            depth -= 1
-            if depth == 0:
-                return match.end()
-    raise CutError("object without end")
-
-
-def _without_spans(body: bytes, spans: list[tuple[int, int, int]]) -> bytes:
-    """The body without the spans: a span is (start, end, where its value starts; -1 if it may not be null instead of gone).
-
-    A span that starts with its value becomes null; others go with one comma, or become null where the server spells nulls out.
-    """
-    spans.sort()
-    last = max((end for _, end, value in spans if value >= 0), default=-1)
+            if body[start : start + 1] == b" " and body[start + 1 : end + 1] == value:
+                start, end = start + 1, end + 1
+                break
+            at = body.find(key, start)
+        else:
+            raise CutError(key)
+        after[key] = end
+        found.append((at, start, end, null))
+    if len(found) > 1:
+        found.sort()
+    last = max((end for _, _, end, null in found if null is False), default=-1)
     spells_nulls = last >= 0 and body.find(_NULLS_MARK, last) >= 0
+    return _joined(body, found, spells_nulls)
+
+
+def _joined(body: bytes, found: list[tuple[int, int, int, bool | None]], spells_nulls: bool) -> bytes:
     pieces: list[bytes] = []
     done = 0
-    first = False
-    for start, end, value in spans:
-        if start < done:
-            raise CutError("arrays within arrays")
-        if value == start or (spells_nulls and value >= 0):
-            pieces += (body[done:value], b"null")
-            done, first = end, False
+    for at, start, end, null in found:
+        if null or (null is False and spells_nulls):
+            pieces.append(body[done:start])
+            pieces.append(b"null")
+            done = end
             continue
-        before = body[done:start].rstrip(_SPACE)
-        if before.endswith(b","):
-            before = before[:-1]
-            first = False
-        elif before.endswith(b"{") or (first and not before):
-            first = True
-            while end < len(body) and body[end] in _SPACE:
+        left = at - 1
+        while body[left] in _SPACE:
+            left -= 1
+        if body[left] == _COMMA and left >= done:
+            pieces.append(body[done:left])
+        elif body[left] == _OPENING or left < done:
+            pieces.append(body[done:at])
+            while body[end] in _SPACE:
                 end += 1
-            if body[end : end + 1] == b",":
+            if body[end] == _COMMA:
                 end += 1
         else:
-            raise CutError("array that is no member of an object")
-        pieces.append(before)
+            raise CutError(body[at:start])
         done = end
     pieces.append(body[done:])
     return b"".join(pieces)
 
 
-def without(body: bytes, *, ids: bool, logprobs: bool, versions: bool = False) -> bytes:
-    """The same as ``cut(...).rest`` for any layout, by parsing. Raises ``msgspec.DecodeError`` if the body is no JSON object."""
+def without(body: bytes, *, ids: bool, logprobs: bool, versions: bool) -> bytes:
+    """The same for any layout, by parsing. Raises ``msgspec.DecodeError`` if the body is no JSON object."""
     members = _object(body)
     spells_nulls = "kv_transfer_params" in members
 
     def take(item: dict[str, msgspec.Raw], name: str, *, as_null: bool) -> None:
-        if name in item and bytes(cast(Any, item[name])) != b"null":
+        if name in item and item[name] != _NULL:
             if as_null:
                 item[name] = _NULL
             else:
@@ -190,10 +107,10 @@ def without(body: bytes, *, ids: bool, logprobs: bool, versions: bool = False) -
 
     if ids:
         take(members, PROMPT_IDS, as_null=spells_nulls)
-    if versions and _VERSION_MARK in bytes(cast(Any, members.get(METADATA, b""))):
+    if versions and VERSION_MARK in bytes(cast(Any, members.get(METADATA, b""))):
         del members[METADATA]
     raw = members.get("choices")
-    if raw is not None and bytes(cast(Any, raw)) != b"null":
+    if raw is not None and raw != _NULL:
         choices = _objects(raw)
         for choice in choices:
             for name in (PROMPT_IDS, *IDS) if ids else ():

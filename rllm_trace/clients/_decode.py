@@ -1,7 +1,7 @@
 """The raw body of a response in; out come its choices, ids, logprobs and usage, and the body that the app is to see.
 
-Each byte is decoded once, straight into typed records: neither pydantic nor ``json`` ever sees a token array that the app did not ask
-for. A streamed reply (``_events``) ends in the same ``Reply``, field by field.
+The token arrays are skipped when the body is decoded, each is then decoded once, straight into numbers, and neither pydantic nor
+``json`` ever sees one that the app did not ask for. A streamed reply (``_events``) ends in the same ``Reply``, field by field.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, cast
 import msgspec
 
 from rllm_trace import _exact
-from rllm_trace.clients._cut import CutError, cut, without
+from rllm_trace.clients._cut import VERSION_MARK, CutError, Member, cut, without
 from rllm_trace.types import Choice, Logprobs, TokenIds, Usage
 
 __all__ = ["Keep", "Reply", "read_reply"]
@@ -63,10 +63,6 @@ class LogprobsBody(msgspec.Struct, gc=False):
     token_logprobs: list[float | None] | None = None
     """Legacy completions."""
 
-    def values(self) -> list[float | None] | None:
-        entries = self.content if self.content is not None else self.refusal
-        return self.token_logprobs if entries is None else [entry.logprob for entry in entries]
-
 
 class Message(msgspec.Struct, gc=False):
     content: Any = None
@@ -98,6 +94,10 @@ class UsageBody(msgspec.Struct, gc=False):
         return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.completion_tokens)
 
 
+_ABSENT: Final = msgspec.Raw()
+_NULL: Final = msgspec.Raw(b"null")
+
+
 class ChoiceBody(msgspec.Struct, gc=False):
     index: int = 0
     message: Message | None = None
@@ -105,14 +105,27 @@ class ChoiceBody(msgspec.Struct, gc=False):
     """A stream's part of ``message``."""
     text: str | None = None
     """Legacy completions."""
-    logprobs: LogprobsBody | None = None
-    token_ids: list[int] | None = None
-    response_token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
+    logprobs: msgspec.Raw = _ABSENT
+    token_ids: msgspec.Raw = _ABSENT
+    response_token_ids: msgspec.Raw = _ABSENT
+    prompt_token_ids: msgspec.Raw = _ABSENT
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     matched_stop: int | str | None = None
     """SGLang's name of ``stop_reason``."""
+
+    def ids(self) -> list[int] | None:
+        """The sampled ids, under either name."""
+        return ints(self.token_ids or self.response_token_ids)
+
+    def logprob_values(self) -> list[float | None] | None:
+        """One number, or None, for each entry."""
+        raw = self.logprobs
+        if not raw or raw == _NULL:
+            return None
+        told = _logprobs(raw)
+        entries = told.content if told.content is not None else told.refusal
+        return told.token_logprobs if entries is None else [entry.logprob for entry in entries]
 
 
 class Body(msgspec.Struct, gc=False):
@@ -120,73 +133,62 @@ class Body(msgspec.Struct, gc=False):
     model: str | None = None
     choices: list[ChoiceBody] | None = None
     usage: UsageBody | None = None
-    metadata: Any = None
-    prompt_token_ids: list[int] | None = None
+    metadata: msgspec.Raw = _ABSENT
+    prompt_token_ids: msgspec.Raw = _ABSENT
     error: Any = None
 
 
-_body = msgspec.json.Decoder(Body).decode
-_logprobs = msgspec.json.Decoder(LogprobsBody | None).decode
+_logprobs = msgspec.json.Decoder(LogprobsBody).decode
 _ints = msgspec.json.Decoder(list[int]).decode
-_UNREADABLE: Final = (msgspec.DecodeError, msgspec.ValidationError, CutError, UnicodeDecodeError)
+_metadata = msgspec.json.Decoder(Metadata).decode
+
+read_body = msgspec.json.Decoder(Body).decode
+"""Decodes a response, or the data of one event of a stream. Raises ``msgspec.DecodeError`` where it is no such thing."""
+read_bodies = msgspec.json.Decoder(list[Body]).decode
+"""The same for an array of them."""
 
 
-class Parts(msgspec.Struct, gc=False):
-    """One body with its arrays put back where they belong."""
-
-    body: Body
-    rest: bytes
+def ints(raw: msgspec.Raw) -> list[int] | None:
+    """An array of ids; None if it is absent or null."""
+    return _ints(raw) if raw and raw != _NULL else None
 
 
-def read_parts(raw: bytes, keep: Keep) -> Parts:
-    """Decodes a response or one event of a stream. Raises ``msgspec.DecodeError`` where it is no such thing."""
-    if keep.everything:
-        return Parts(_body(raw), raw)
+def shown(raw: bytes, body: Body, keep: Keep) -> bytes:
+    """``raw``, which says ``body``, as the app is to see it: the same object where nothing is taken out."""
+    members: list[Member] = []
+    if not keep.ids and body.prompt_token_ids and body.prompt_token_ids != _NULL:
+        members.append((b'"prompt_token_ids":', bytes(body.prompt_token_ids), False))
+    for choice in body.choices or ():
+        if not keep.logprobs and choice.logprobs and choice.logprobs != _NULL:
+            members.append((b'"logprobs":', bytes(choice.logprobs), True))
+        if not keep.ids:
+            if choice.token_ids and choice.token_ids != _NULL:
+                members.append((b'"token_ids":', bytes(choice.token_ids), False))
+            if choice.response_token_ids and choice.response_token_ids != _NULL:
+                members.append((b'"response_token_ids":', bytes(choice.response_token_ids), False))
+            if choice.prompt_token_ids and choice.prompt_token_ids != _NULL:
+                members.append((b'"prompt_token_ids":', bytes(choice.prompt_token_ids), False))
+    if not keep.versions and body.metadata and VERSION_MARK in (metadata := bytes(body.metadata)):
+        members.append((b'"metadata":', metadata, None))
+    if not members:
+        return raw
     try:
-        return _by_cutting(raw, keep)
-    except _UNREADABLE:
-        body = _body(raw)
-        return Parts(body, without(raw, ids=not keep.ids, logprobs=not keep.logprobs, versions=not keep.versions))
-
-
-def _by_cutting(raw: bytes, keep: Keep) -> Parts:
-    parts = cut(raw, ids=not keep.ids, logprobs=not keep.logprobs, versions=not keep.versions)
-    body = _body(parts.rest)
-    choices = body.choices or ()
-    if parts.ids:
-        for choice, ids in zip(choices, _for_each(parts.ids, choices), strict=True):
-            choice.token_ids = _ints(ids)
-    if parts.logprobs:
-        for choice, logprobs in zip(choices, _for_each(parts.logprobs, choices), strict=True):
-            choice.logprobs = _logprobs(logprobs)
-    if parts.metadata:
-        body.metadata = msgspec.json.decode(parts.metadata)
-    if parts.prompt_ids:
-        if len(parts.prompt_ids) == 1:
-            body.prompt_token_ids = _ints(parts.prompt_ids[0])
-        else:
-            for choice, ids in zip(choices, _for_each(parts.prompt_ids, choices), strict=True):
-                choice.prompt_token_ids = _ints(ids)
-    return Parts(body, parts.rest)
-
-
-def _for_each(found: list[bytes], choices: Sequence[ChoiceBody]) -> list[bytes]:
-    if len(found) != len(choices):
-        raise CutError("not one array for each choice")
-    return found
+        return cut(raw, members)
+    except (CutError, IndexError):
+        return without(raw, ids=not keep.ids, logprobs=not keep.logprobs, versions=not keep.versions)
 
 
 def read_reply(raw: bytes, keep: Keep) -> tuple[Reply, bytes]:
     """The reply in an unstreamed body, and the body without what the app did not ask for. Raises ``msgspec.DecodeError``."""
-    parts = read_parts(raw, keep)
-    body = parts.body
+    body = read_body(raw)
     choices: list[Choice] = []
     fault: str | None = None
     for choice in body.choices or ():
         record, choice_fault = _choice(choice)
         fault = fault or choice_fault
         choices.append(record)
-    prompt_ids, prompt_fault = prompt_of([body.prompt_token_ids, *(choice.prompt_token_ids for choice in body.choices or ())])
+    prompts = [body.prompt_token_ids, *(choice.prompt_token_ids for choice in body.choices or ())]
+    prompt_ids, prompt_fault = prompt_of([ints(prompt) for prompt in prompts])
     usage = body.usage.usage() if body.usage is not None else None
     reply = Reply(
         choices=choices,
@@ -199,14 +201,14 @@ def read_reply(raw: bytes, keep: Keep) -> tuple[Reply, bytes]:
         finished=bool(choices) and all(choice.finish_reason is not None for choice in choices),
         error=error_of(body.error),
     )
-    return reply, parts.rest
+    return reply, shown(raw, body, keep)
 
 
 def _choice(choice: ChoiceBody) -> tuple[Choice, str | None]:
     message = choice.message or Message(content=choice.text)
-    ids = choice.token_ids if choice.token_ids is not None else choice.response_token_ids
+    ids = choice.ids()
     token_ids = None if ids is None else TokenIds(ids)
-    logprobs, fault = _exact.aligned(token_ids, None if choice.logprobs is None else choice.logprobs.values())
+    logprobs, fault = _exact.aligned(token_ids, choice.logprob_values())
     record = make_choice(
         index=choice.index,
         token_ids=token_ids,
@@ -275,16 +277,16 @@ def prompt_of(reported: Sequence[list[int] | None]) -> tuple[TokenIds | None, st
     return TokenIds(there[0]), None
 
 
-def version_spans(metadata: Any) -> list[tuple[int, int, int]] | None:
+def version_spans(metadata: msgspec.Raw) -> list[tuple[int, int, int]] | None:
     """``[(version, first token, end token), ...]`` from a response's ``metadata``; None where it tells no version."""
-    if not isinstance(metadata, dict):
+    if not metadata or VERSION_MARK not in bytes(metadata):
         return None
     try:
-        told = msgspec.convert(metadata, Metadata)
+        told = _metadata(metadata)
         if told.weight_versions:
             return [(int(span.version), span.start, span.end) for span in told.weight_versions]
         return None if told.weight_version is None else [(int(told.weight_version), 0, 0)]
-    except (msgspec.ValidationError, TypeError, ValueError):
+    except (msgspec.DecodeError, TypeError, ValueError):
         return None
 
 

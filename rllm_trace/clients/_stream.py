@@ -79,10 +79,9 @@ def _sync_class(module: Any) -> type[Any]:
         """``SyncByteStream`` that is looked on."""
 
         def __iter__(self) -> Iterator[bytes]:
-            feed = self._feed
             try:
                 for chunk in self._inner:
-                    seen = feed(chunk)
+                    seen = self._feed(chunk)
                     if seen:
                         yield seen
                 rest = self._flush()
@@ -107,10 +106,9 @@ def _async_class(module: Any) -> type[Any]:
         """``AsyncByteStream`` that is looked on."""
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
-            feed = self._feed
             try:
                 async for chunk in self._inner:
-                    seen = feed(chunk)
+                    seen = self._feed(chunk)
                     if seen:
                         yield seen
                 rest = self._flush()
