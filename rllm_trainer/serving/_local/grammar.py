@@ -31,13 +31,10 @@ def forced_tools(tools: Sequence[Mapping[str, Any]], *, several: bool, mark: Cal
     rules.append(f"call: {mark(OPEN)} {_NEWLINE} ({' | '.join(f'f{i}' for i in range(len(tools)))}) {_NEWLINE} {mark(CLOSE)}")
     for index, tool in enumerate(tools):
         function = tool["function"]
-        call = {
-            "type": "object",
-            "properties": {"name": {"const": function["name"]}, "arguments": function.get("parameters") or {"type": "object"}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        rules.append(f"f{index}: %json {json.dumps(call)}")
+        # The spaces are those of the templates, so that the next turn renders the same text.
+        head = json.dumps('{"name": ' + json.dumps(function["name"]) + ', "arguments": ')
+        rules.append(f'f{index}: {head} a{index} "}}"')
+        rules.append(f"a{index}: %json {json.dumps(function.get('parameters') or {'type': 'object'})}")
     return "\n".join(rules)
 
 
