@@ -208,6 +208,7 @@ def _plain(text: str) -> str:
 
 def _table(*headers: str) -> Any:
     from rich import box
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    return cast("Any", Table)(*headers, box=box.SIMPLE, show_edge=False)
+    columns = [cast("Any", Column)(header, overflow="fold") for header in headers]
+    return cast("Any", Table)(*columns, box=box.SIMPLE, show_edge=False)
