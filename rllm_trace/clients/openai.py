@@ -114,7 +114,8 @@ def _request(original: Callable[..., Any]) -> Callable[..., Any]:
     def request(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = _begin(self, args, kwargs)
         if call is None:
-            return original(self, *args, **kwargs)
+            with _apart(args, kwargs):
+                return original(self, *args, **kwargs)
         while True:
             sent_args, sent_kwargs = _arguments(call, args, kwargs)
             token = _call.set(call)
@@ -133,7 +134,8 @@ def _async_request(original: Callable[..., Any]) -> Callable[..., Any]:
     async def request(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = _begin(self, args, kwargs)
         if call is None:
-            return await original(self, *args, **kwargs)
+            with _apart(args, kwargs):
+                return await original(self, *args, **kwargs)
         while True:
             sent_args, sent_kwargs = _arguments(call, args, kwargs)
             token = _call.set(call)
@@ -186,6 +188,7 @@ def _send_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def _send_request(self: Any, request: Any, **kwargs: Any) -> Any:
         if not _is_redirected(self):
             return original(self, request, **kwargs)
+        _goes_out(self, request)
         kwargs["auth"] = None
         http = sender(self._client, request)
         return original(self, request, **kwargs) if http is self._client else http.send(request, **kwargs)
@@ -197,6 +200,7 @@ def _async_send_request(original: Callable[..., Any]) -> Callable[..., Any]:
     async def _send_request(self: Any, request: Any, **kwargs: Any) -> Any:
         if not _is_redirected(self):
             return await original(self, request, **kwargs)
+        _goes_out(self, request)
         kwargs["auth"] = None
         http = async_sender(self._client, request)
         return await (original(self, request, **kwargs) if http is self._client else http.send(request, **kwargs))
@@ -232,6 +236,24 @@ def _begin(client: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cli
         return call
     call.finish(Reply())
     return None
+
+
+class _apart:
+    """A request that is none of ours, made while one of ours is under way (by a hook, a token provider), is not taken for it."""
+
+    __slots__ = ("_token",)
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        running = _call.get()
+        known = running is None or running.options is (args[1] if len(args) > 1 else kwargs.get("options"))
+        self._token = None if known else _call.set(None)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc: object) -> None:
+        if self._token is not None:
+            _call.reset(self._token)
 
 
 def _opened(client: Any, options: Any) -> ClientCall | None:
@@ -274,11 +296,16 @@ def _body(options: Any) -> Mapping[str, Any] | None:
 
 
 def _destination(client: Any, options: Any) -> Destination:
-    url = str(client.base_url) if not options.url.startswith(("http://", "https://")) else options.url
+    url = options.url if options.url.startswith(("http://", "https://")) else str(client.base_url)
+    return _place(url, hasattr(client, "_azure_endpoint"))
+
+
+@functools.lru_cache(maxsize=256)
+def _place(url: str, strict: bool) -> Destination:
     parts = urlsplit(url)
     host = parts.hostname or ""
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    return Destination(f"{parts.scheme}://{host}:{port}{parts.path}", host, f"{host}:{port}", hasattr(client, "_azure_endpoint"))
+    return Destination(f"{parts.scheme}://{host}:{port}{parts.path}", host, f"{host}:{port}", strict)
 
 
 def _arguments(call: ClientCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -212,6 +212,37 @@ def test_embeddings_keep_their_endpoint(policy: ScriptedServer, recording: Any) 
     assert policy.log == []
 
 
+def test_a_request_made_by_a_hook_of_a_redirected_call_is_not_taken_for_it(policy: ScriptedServer, recording: Any) -> None:
+    """A token provider that asks the app's own server while a call is under way sends its own request with its own key."""
+    with ScriptedServer(api_key="own") as own:
+        client = own_client(own)
+
+        def token() -> str:
+            client.with_options(api_key="own").embeddings.create(model="e", input="x")
+            return "own"
+
+        http = openai.DefaultHttpxClient(verify=False)
+        asking = _opened.enter_context(openai.OpenAI(base_url=own.base_url, api_key=token, http_client=http))
+        call = recording.call(lambda: asking.chat.completions.create(**CREATE), route=route_to(policy))
+        assert {(exchange.path, exchange.headers["authorization"]) for exchange in own.log} == {("/v1/embeddings", "Bearer own")}
+    assert (call.exact, call.attempts, len(policy.log)) == (True, 1, 1)
+
+
+def test_a_sub_class_that_does_not_call_on_leaks_nothing(policy: ScriptedServer, recording: Any) -> None:
+    """Where a sub-class overrides ``_prepare_request``, what it adds is still taken out."""
+
+    class Signing(openai.OpenAI):
+        def _prepare_request(self, request: Any) -> None:
+            request.headers["x-signature"] = "sk-signed"
+
+    http = openai.DefaultHttpxClient(verify=False, params={"key": "sk-param"})
+    client = _opened.enter_context(Signing(base_url=NOWHERE, api_key="sk-foreign", http_client=http))
+    call = recording.call(lambda: client.chat.completions.create(**CREATE), route=route_to(policy))
+    (exchange,) = policy.log
+    assert "sk-" not in json.dumps([exchange.path, exchange.headers])
+    assert (call.exact, call.attempts) == (True, 1)
+
+
 def test_only_replaced_models_are_redirected(policy: ScriptedServer, recording: Any) -> None:
     """With ``replaces`` other model names keep their endpoint, and both are seen as call sites."""
     sites = CallSites()
