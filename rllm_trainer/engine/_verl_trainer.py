@@ -20,6 +20,7 @@ from rllm_trainer.engine._verl_api import torch
 from rllm_trainer.engine._verl_rows import FlatRows
 from rllm_trainer.engine._verl_setup import make_loss, make_worker
 from rllm_trainer.engine._verl_worker import DEVICE_VARIABLE
+from rllm_trainer.engine.shared_prefix import Trie, build_tries
 from rllm_trainer.engine.tensor_file import write_tensors
 from rllm_trainer.engine.verl_batch import plan_micro_batches, rows_of_sequences, wanted_for_update
 
@@ -27,6 +28,10 @@ __all__ = ["VerlTrainer"]
 
 _LOGIT_BYTES = 1 << 29
 """Most bytes of one matrix of logits; about three live at once."""
+_SAME_LOGPROBS = {"cpu": 1e-3, "cuda": 0.1}
+"""Nats by which logprobs of one row may differ between two ways of computing them: float32, and bfloat16 on a GPU."""
+_ATTENTION_EFFICIENCY = 0.5
+"""Attention's share of the speed of a plain matrix product."""
 
 
 class VerlTrainer:
@@ -48,7 +53,11 @@ class VerlTrainer:
         self._worker: Any = make_worker(self._config, trained=True)
         self._loss = make_loss(self._config)
         self._worker.set_loss_fn(self._loss)
-        self._vocab = int(self._worker.engine.module.config.get_text_config().vocab_size)
+        model_config = self._worker.engine.module.config.get_text_config()
+        self._vocab = int(model_config.vocab_size)
+        self._pairs_per_token = _pairs_per_token(self._worker.engine.module, model_config)
+        self._shares = bool(self._config["shared_prefix"]) and _attends_to_all(model_config) and self._tree_mask_holds()
+        self._use_tree_mask(self._shares)
 
     def restart(self, payload: dict[str, Any]) -> dict[str, Any]:
         """The model anew from its folder, with other settings, in this process."""
@@ -63,6 +72,7 @@ class VerlTrainer:
             "parameters": sum(parameter.numel() for parameter in module.parameters()),
             "trained_parameters": sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad),
             "device": self._config["device"],
+            "shared_prefix": self._shares,
         }
 
     def handlers(self) -> dict[str, Callable[[dict[str, Any]], Mapping[str, Any] | None]]:
@@ -93,13 +103,13 @@ class VerlTrainer:
         wanted[rows.offsets[:-1]] = False
         out = np.full(len(rows.token_ids), np.nan, np.float32)
         worker, flags = self._policy_or_reference(bool(payload["reference"]))
-        for micro_batch, live in self._micro_batches(rows, wanted):
-            data, places = rows.tensordict(
-                micro_batch, wanted, {}, compute_loss=False, calculate_sum_pi_squared=name == "sum_pi_squared", **flags
-            )
-            output = worker.infer_batch(data)
+        flags["calculate_sum_pi_squared"] = name == "sum_pi_squared"
+        for tries, live in self._micro_batches(rows, wanted):
+            distinct = [trie.distinct(rows.token_ids, rows.temperatures) for trie in tries]
+            output = worker.infer_batch(rows.tensordict([trie for trie, _ in distinct], {}, compute_loss=False, **flags))
             if live:
-                out[places] = output[name].values().numpy()
+                for trie, (_, which), values in zip(tries, distinct, output[name].unbind(), strict=True):
+                    out[trie.places] = values.numpy()[which]
         return out
 
     def update(self, payload: dict[str, Any]) -> dict[str, Any]:
@@ -184,47 +194,58 @@ class VerlTrainer:
         rows = FlatRows(payload)
         columns = rows.columns(payload)
         wanted = wanted_for_update(columns, zero_is_inert=self._zero_is_inert(), whole_sequences=self._loss.kind.over_sequences)
-        together = rows_of_sequences(columns, wanted) if self._loss.kind.over_sequences else None
+        together = rows_of_sequences(columns, wanted) if self._loss.kind.over_sequences else ()
         fields = {name: getattr(columns, name) for name in _LOSS_FIELDS if getattr(columns, name) is not None}
-        differences: list[Any] = []
+        settings = {"denominator": float(payload["denominator"]), "calculate_entropy": self._loss.entropy}
+        differences: list[Any] = [np.zeros(0, np.float32)]
         tokens = 0
         self._loss.clear()
-        for micro_batch, live in self._micro_batches(rows, wanted, together):
+        for tries, live in self._micro_batches(rows, wanted, together):
             share = fields if live else {**fields, "weights": np.zeros_like(columns.weights)}
-            data, places = rows.tensordict(
-                micro_batch,
-                wanted,
-                share,
-                denominator=float(payload["denominator"]),
-                live=float(live),
-                calculate_entropy=self._loss.entropy,
-            )
-            output = self._worker.forward_backward(data)
+            output = self._worker.forward_backward(rows.tensordict(tries, share, live=float(live), **settings))
             if live:
+                places = np.concatenate([trie.places for trie in tries])
                 differences.append(output["log_probs"].values().numpy() - columns.recorded_logprobs[places])
-                tokens += int(data["input_ids"].values().numel())
+                tokens += sum(trie.tokens for trie in tries)
         terms, averages = self._loss.totals()
         return {
             "terms": {name: value / self._ranks for name, value in terms.items()},
             "averages": averages,
-            "differences": np.concatenate(differences) if differences else np.zeros(0, np.float32),
+            "differences": np.concatenate(differences),
             "tokens": tokens,
             "wanted": int(sum(len(part) for part in differences)),
         }
 
-    def _micro_batches(self, rows: FlatRows, wanted: Any, together: Any = None) -> list[tuple[list[int], bool]]:
-        lengths, counts = rows.extents(wanted)
-        plan = plan_micro_batches(
-            lengths,
-            counts,
-            max_tokens=int(self._config["micro_batch_tokens"]),
-            max_wanted=max(1, _LOGIT_BYTES // (4 * self._vocab)),
-            together=together,
-            rank=self._rank,
-            ranks=self._ranks,
-        )
-        idle_from = len(plan.micro_batches) - plan.idle
-        return [(micro_batch, number < idle_from) for number, micro_batch in enumerate(plan.micro_batches)]
+    def _micro_batches(self, rows: FlatRows, wanted: Any, together: Any = ()) -> list[tuple[list[Trie], bool]]:
+        limits = {
+            "max_tokens": int(self._config["micro_batch_tokens"]),
+            "max_wanted": max(1, _LOGIT_BYTES // (4 * self._vocab)),
+        }
+        tries = build_tries(rows.token_ids, rows.offsets, wanted, share=self._shares, pairs_per_token=self._pairs_per_token, **limits)
+        plan = plan_micro_batches(tries, together=together, rank=self._rank, ranks=self._ranks, **limits)
+        live = len(plan.micro_batches) - plan.idle
+        return [(micro_batch, number < live) for number, micro_batch in enumerate(plan.micro_batches)]
+
+    def _tree_mask_holds(self) -> bool:
+        """Whether this model gives rows in a trie the logprobs that it gives them alone."""
+        stem = [index * 7919 % self._vocab for index in range(12)]
+        ids = np.array([*stem, 1, 2, 3, *stem, 4, 5, *stem, 1, 6], np.int64) % self._vocab
+        payload = {"token_ids": ids, "lengths": np.array([15, 14, 14]), "temperatures": np.ones(3, np.float32)}
+        travelled = {name: {"dtype": a.dtype.str, "shape": a.shape, "data": a.tobytes()} for name, a in payload.items()}
+        found: list[Any] = []
+        for self._shares in (False, True):
+            self._use_tree_mask(self._shares)
+            found.append(self._read({**travelled, "reference": False}, "log_probs"))
+        difference = float(np.nanmax(np.abs(found[0] - found[1])))
+        if difference > _SAME_LOGPROBS[self._config["device"]]:
+            print(f"shared prefixes are computed row by row: a tree of this model's tokens is off by {difference:.1e} nats")  # noqa: T201
+            return False
+        return True
+
+    def _use_tree_mask(self, use: bool) -> None:
+        for worker in (self._worker, self._reference):
+            if worker is not None:
+                worker.engine.tree_mask = use
 
     def _zero_is_inert(self) -> bool:
         return self._loss.kind.zero_is_inert and not self._loss.entropy and not self._config["kl_coef"]
@@ -242,10 +263,28 @@ class VerlTrainer:
             return self._worker, {"no_lora_adapter": True}
         if self._reference is None:
             self._reference = make_worker(self._config, trained=False)
+            self._use_tree_mask(self._shares)
         return self._reference, {}
 
 
 _LOSS_FIELDS = ("advantages", "weights", "old_logprobs", "sequences", "ref_logprobs", "is_weights")
+
+
+def _pairs_per_token(module: Any, model_config: Any) -> float:
+    """How many pairs of tokens attention looks at in the time that all else takes for one token."""
+    embeddings = {
+        id(parameter) for layer in (module.get_input_embeddings(), module.get_output_embeddings()) for parameter in layer.parameters()
+    }
+    inner = sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in embeddings)
+    width = model_config.num_hidden_layers * model_config.hidden_size
+    return _ATTENTION_EFFICIENCY * 2 * inner / (4 * width)
+
+
+def _attends_to_all(model_config: Any) -> bool:
+    """False for models with windows or layers without attention: a mask of ours would replace theirs."""
+    kinds = set(getattr(model_config, "layer_types", None) or ["full_attention"])
+    windowed = getattr(model_config, "sliding_window", None) is not None and getattr(model_config, "use_sliding_window", True)
+    return kinds == {"full_attention"} and not windowed and model_config._attn_implementation in ("sdpa", "eager")
 
 
 def _write(path: Path, tensors: Mapping[str, Any]) -> None:

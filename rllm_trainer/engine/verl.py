@@ -64,6 +64,7 @@ class VerlEngine:
         *,
         device: Device = "auto",
         ranks: int = 1,
+        shared_prefix: bool = True,
         start_timeout: float = 600.0,
         call_timeout: float = 7200.0,
     ) -> VerlEngine:
@@ -73,13 +74,14 @@ class VerlEngine:
             model_path: Hugging Face folder of the run's initial weights; also the KL reference, whatever is loaded later.
             run_dir: gets the engine's log, and its weights files where shared memory has no room.
             ranks: processes that share the rows; more than one is for tests and for machines with several devices.
+            shared_prefix: compute what rows begin with in common once, where the model allows it (checked at the start).
             call_timeout: seconds that one update may take.
 
         Raises:
             SettingError: a setting that verl or this machine cannot honour, memory included.
             EngineError: the process did not come up; the message has its last log lines.
         """
-        config = child_settings(settings, model_path)
+        config = child_settings(settings, model_path, shared_prefix=shared_prefix)
         require_memory(model_shape(model_path), settings, available=free_memory())
         run_dir.mkdir(parents=True, exist_ok=True)
         meeting = Path(tempfile.mkdtemp(prefix="rllm-meet-")) if ranks > 1 else None
@@ -105,7 +107,7 @@ class VerlEngine:
             raise EngineError(str(failed)) from failed
         return cls([future.result() for future in futures], settings, model_path, run_dir, call_timeout)
 
-    def restart(self, settings: Settings, *, model_path: Path | None = None) -> None:
+    def restart(self, settings: Settings, *, model_path: Path | None = None, shared_prefix: bool = True) -> None:
         """A model anew from its folder, with other settings, in the same processes: ready in a moment, where a start takes seconds.
 
         Raises:
@@ -113,7 +115,7 @@ class VerlEngine:
         """
         model_path = model_path or self._model_path
         require_memory(model_shape(model_path), settings, available=free_memory())
-        self._take(self._call("restart", child_settings(settings, model_path), self._timeout)[0])
+        self._take(self._call("restart", child_settings(settings, model_path, shared_prefix=shared_prefix), self._timeout)[0])
         self._settings, self._model_path = settings, model_path
 
     def logprobs(self, rows: Sequence[Int32], *, temperatures: Sequence[float], reference: bool = False) -> list[Float32]:
@@ -249,6 +251,7 @@ class VerlEngine:
         self.parameters = int(ready["parameters"])
         self.trained_parameters = int(ready["trained_parameters"])
         self.device = str(ready["device"])
+        self.shares_prefixes = bool(ready["shared_prefix"])
 
     def _batch_payload(self, batch: Batch) -> dict[str, Any]:
         if not batch.rows:

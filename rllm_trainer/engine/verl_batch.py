@@ -1,4 +1,4 @@
-"""A batch goes in, flat columns and a plan of micro-batches come out: what crosses to the engine's process, and what it computes.
+"""A batch goes in, flat columns and a plan of micro-batches come out: what crosses to the engine's process, and what it computes. Pure.
 
 A row costs what its gradient needs. Only tokens that can have a gradient are *wanted*: the model runs up to the token before the last
 wanted one, and the head only where a wanted token is predicted. What is left out has a gradient of exactly 0, so loss and gradient are
@@ -16,9 +16,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from rllm_trainer.engine.shared_prefix import Trie
 from rllm_trainer.types import Batch, Float32, Int32, Mask, Row
 
-__all__ = ["Columns", "Plan", "pack_rows", "pack_token_ids", "plan_micro_batches", "wanted_for_update"]
+__all__ = ["Columns", "Plan", "pack_rows", "pack_token_ids", "plan_micro_batches", "rows_of_sequences", "wanted_for_update"]
 
 
 class Columns(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,10 +55,10 @@ class Columns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Which rows go through the model together, by rank. Every rank has the same number of micro-batches."""
+    """What goes through the model together, by rank. Every rank has the same number of micro-batches."""
 
-    micro_batches: list[list[int]]
-    """Row numbers; the rows of one entry are computed at once."""
+    micro_batches: list[list[Trie]]
+    """The tries of one entry are padded to the longest and computed at once."""
     idle: int = 0
     """How many of the last entries stand in for missing ones, so that all ranks meet: they are computed with weight 0."""
 
@@ -117,67 +118,84 @@ def wanted_for_update(columns: Columns, *, zero_is_inert: bool, whole_sequences:
 
 
 def plan_micro_batches(
-    lengths: npt.NDArray[Any],
-    wanted: npt.NDArray[Any],
+    tries: Sequence[Trie],
     *,
     max_tokens: int,
     max_wanted: int,
-    together: Sequence[Sequence[int]] | None = None,
+    together: Sequence[Sequence[int]] = (),
     rank: int = 0,
     ranks: int = 1,
 ) -> Plan:
-    """Rows of like length together, padding counted, each row once over all ranks; the same plan for the same input.
+    """Tries of like length together, each once over all ranks; the same plan for the same input.
 
     Args:
-        lengths: (B) tokens of each row that go through the model.
-        wanted: (B) tokens of each row that the head is computed for; rows with 0 are left out.
-        max_tokens: most tokens of a micro-batch, pads included; one row alone may exceed it.
-        max_wanted: most wanted tokens of a micro-batch; one row alone may exceed it.
-        together: rows that must not be separated; None: each row stands alone.
+        max_tokens: most tokens of a micro-batch, pads included; one trie alone may exceed it.
+        max_wanted: most wanted tokens of a micro-batch; one trie alone may exceed it.
+        together: rows that must be in one micro-batch, whatever it comes to.
     """
-    units = [[index] for index in range(len(lengths))] if together is None else [list(unit) for unit in together]
-    units = [[index for index in unit if wanted[index]] for unit in units]
-    units = sorted((unit for unit in units if unit), key=lambda unit: (-max(int(lengths[i]) for i in unit), unit[0]))
-    bins: list[list[int]] = []
-    longest = wanted_so_far = 0
-    for unit in units:
-        length = max(int(lengths[index]) for index in unit)
-        count = sum(int(wanted[index]) for index in unit)
+    blocks = sorted(_blocks(tries, together), key=lambda block: (-max(trie.tokens for trie in block), block[0].rows[0]))
+    bins: list[list[Trie]] = []
+    longest = wanted = 0
+    for block in blocks:
+        length, count = max(trie.tokens for trie in block), sum(trie.wanted for trie in block)
         longest = max(longest, length)
-        if bins and longest * (len(bins[-1]) + len(unit)) <= max_tokens and wanted_so_far + count <= max_wanted:
-            bins[-1] += unit
-            wanted_so_far += count
+        if bins and longest * (len(bins[-1]) + len(block)) <= max_tokens and wanted + count <= max_wanted:
+            bins[-1] += block
+            wanted += count
         else:
-            bins.append(list(unit))
-            longest, wanted_so_far = length, count
+            bins.append(list(block))
+            longest, wanted = length, count
     if not bins:
         return Plan(micro_batches=[])
     mine = bins[rank::ranks]
     missing = -(-len(bins) // ranks) - len(mine)
-    return Plan(micro_batches=mine + [bins[0][:1]] * missing, idle=missing)
+    return Plan(micro_batches=mine + [bins[0]] * missing, idle=missing)
+
+
+def _blocks(tries: Sequence[Trie], together: Sequence[Sequence[int]]) -> list[list[Trie]]:
+    """Tries joined where rows of theirs must not be separated."""
+    holder = {row: number for number, trie in enumerate(tries) for row in trie.rows}
+    sets = _Disjoint(len(tries))
+    for rows in together:
+        first, *others = [holder[row] for row in rows if row in holder] or [0]
+        for other in others:
+            sets.join(first, other)
+    return [[tries[number] for number in members] for members in sets.members()]
+
+
+class _Disjoint:
+    """Numbers 0 .. n-1 in sets that only grow."""
+
+    def __init__(self, count: int) -> None:
+        self._parent = list(range(count))
+
+    def join(self, left: int, right: int) -> None:
+        a, b = self._root(left), self._root(right)
+        self._parent[max(a, b)] = min(a, b)
+
+    def members(self) -> list[list[int]]:
+        found: dict[int, list[int]] = {}
+        for index in range(len(self._parent)):
+            found.setdefault(self._root(index), []).append(index)
+        return list(found.values())
+
+    def _root(self, index: int) -> int:
+        while self._parent[index] != index:
+            self._parent[index] = self._parent[self._parent[index]]
+            index = self._parent[index]
+        return index
 
 
 def rows_of_sequences(columns: Columns, wanted: Mask) -> list[list[int]]:
     """Rows joined where a trajectory has wanted tokens in several: what a loss over whole trajectories must see at once."""
-    parent = list(range(len(columns.lengths)))
-
-    def root(index: int) -> int:
-        while parent[index] != index:
-            parent[index] = parent[parent[index]]
-            index = parent[index]
-        return index
-
+    sets = _Disjoint(len(columns.lengths))
     first_row: dict[int, int] = {}
     offsets = columns.offsets
-    for index in range(len(parent)):
+    for index in range(len(columns.lengths)):
         part = slice(offsets[index], offsets[index + 1])
         for sequence in np.unique(columns.sequences[part][wanted[part]]).tolist():
-            other = first_row.setdefault(sequence, index)
-            parent[max(root(index), root(other))] = min(root(index), root(other))
-    joined: dict[int, list[int]] = {}
-    for index in range(len(parent)):
-        joined.setdefault(root(index), []).append(index)
-    return list(joined.values())
+            sets.join(index, first_row.setdefault(sequence, index))
+    return sets.members()
 
 
 def _sequences(row: Row, numbers: dict[tuple[str, str], int]) -> Int32:

@@ -88,7 +88,7 @@ def passed_to_verl(settings: Settings) -> dict[str, dict[str, Any]]:
     return passed
 
 
-def child_settings(settings: Settings, model_path: Path) -> dict[str, Any]:
+def child_settings(settings: Settings, model_path: Path, *, shared_prefix: bool = True) -> dict[str, Any]:
     """What the engine's process must know, in plain types."""
     kind = policy_loss(settings.policy_loss, loss_agg=settings.loss_agg)
     passed = passed_to_verl(settings)
@@ -115,6 +115,7 @@ def child_settings(settings: Settings, model_path: Path) -> dict[str, Any]:
         "threads": settings.threads or len(os.sched_getaffinity(0)),
         "micro_batch_tokens": settings.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS,
         "gradient_checkpointing": checkpointing,
+        "shared_prefix": shared_prefix,
         "verl": {section: entries for section, entries in passed.items() if section != "algorithm"},
     }
 

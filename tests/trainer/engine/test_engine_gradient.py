@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from rllm_trainer.batching import make_batch
 from rllm_trainer.config import Settings, make_settings
 from rllm_trainer.engine.policy_losses import POLICY_LOSSES
+from rllm_trainer.models import resolve_model
 from rllm_trainer.types import Batch, Row
 
 TOLERANCE = 1e-5
@@ -148,6 +149,38 @@ def test_gspo_is_verls_on_one_row_per_trajectory(fresh: Any, tiny: Path, make_ro
     mask = row.sample.trained_mask
     ratio = float(np.exp((now[mask] - row.old_logprobs[mask]).mean()))
     assert engine.gradient(batch_of([row]))[0] == pytest.approx(-ratio, abs=TOLERANCE)
+
+
+def test_shared_prefixes_are_computed_once_and_change_nothing(fresh: Any, process: Any, make_row: Any) -> None:
+    """A group of eight on one prompt, two branches inside one episode, two equal rows: fewer tokens, same loss, gradient and logprobs."""
+    prompt = ids(11, 30)
+    rows = [make_row([*prompt, *ids(20 + n, 8)], [(30, 38, 1.0 - 0.3 * n)], episode=f"e{n}", group="a") for n in range(8)]
+    rows.append(make_row([*prompt, *ids(20, 8), 7, 8, 9], [(38, 41, 0.5)], episode="e0", name="branch", group="a"))
+    rows.append(make_row([*prompt, *ids(21, 8)], [(30, 38, -2.0)], episode="twin", group="a", temperature=0.7))
+    engine = fresh()
+    assert engine.shares_prefixes
+    batch = batch_of(near_the_policy(engine, rows))
+    shared, report = engine.gradient(batch), engine.update(batch, lr=0.0)
+    logprobs = engine.logprobs([r.sample.token_ids for r in rows], temperatures=[r.sample.temperature for r in rows])
+    process.restart(make_settings({"threads": 1}), shared_prefix=False)
+    assert not engine.shares_prefixes
+    assert_same(shared, engine.gradient(batch))
+    assert (report.tokens, engine.update(batch, lr=0.0).tokens) == (30 + 8 * 7 + 3, 8 * 37 + 40 + 37)
+    alone = engine.logprobs([r.sample.token_ids for r in rows], temperatures=[r.sample.temperature for r in rows])
+    for left, right in zip(logprobs, alone, strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-5)
+
+
+def test_llama_shares_prefixes_too(process: Any, make_row: Any) -> None:
+    """The other family of the embedded models."""
+    prompt = ids(11, 30)
+    rows = [make_row([*prompt, *ids(20 + n, 8)], [(30, 38, 1.0 - 0.3 * n)], episode=f"e{n}") for n in range(4)]
+    found = []
+    for share in (True, False):
+        process.restart(make_settings({"threads": 1}), model_path=resolve_model("tiny-llama"), shared_prefix=share)
+        assert process.shares_prefixes is share
+        found.append(process.gradient(batch_of(rows)))
+    assert_same(*found)
 
 
 def test_untrained_and_masked_tokens_are_inert(fresh: Any, make_row: Any, rows: list[Row]) -> None:
