@@ -114,21 +114,23 @@ def _from_hub(name: str, say: Say) -> Path:
 
 def _embedded(name: str, say: Say) -> Path:
     cache = cache_folder()
+    out = cache / f"{name}-{RECIPE}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        with _lock(cache / f".{out.name}.lock", what=name, say=say):
+            if not _complete(out):
+                with tempfile.TemporaryDirectory(dir=cache, prefix=f".{out.name}.") as work:
+                    made = Path(work) / "model"
+                    made.mkdir()
+                    _make(name, made, Path(work), say)
+                    _write_manifest(made)
+                    shutil.rmtree(out, ignore_errors=True)
+                    made.rename(out)
+                    _sync(cache)
     except OSError as fault:
-        raise ModelError(f"got no place to keep {name}: {fault}; set {ENV_CACHE} to a folder that can be written") from fault
-    out = cache / f"{name}-{RECIPE}"
-    with _lock(cache / f".{out.name}.lock", what=name):
-        if not _complete(out):
-            with tempfile.TemporaryDirectory(dir=cache, prefix=f".{out.name}.") as work:
-                made = Path(work) / "model"
-                made.mkdir()
-                _make(name, made, Path(work), say)
-                _write_manifest(made)
-                shutil.rmtree(out, ignore_errors=True)
-                made.rename(out)
-                _sync(cache)
+        raise ModelError(
+            f"{name} could not be kept in {cache} ({fault}); free space there, or set {ENV_CACHE} to another folder"
+        ) from fault
     return out
 
 
@@ -181,15 +183,19 @@ def _last_line(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _lock(path: Path, *, what: str) -> Generator[None]:
+def _lock(path: Path, *, what: str, say: Say) -> Generator[None]:
     """One process at a time; the kernel lets go when its holder dies."""
     deadline = time.monotonic() + MAKE_TIMEOUT
+    said = False
     with path.open("a") as handle:
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                if not said:
+                    say(f"waiting for another process that is making {what}")
+                    said = True
                 if time.monotonic() > deadline:
                     raise ModelError(
                         f"another process has been making {what} for {MAKE_TIMEOUT:.0f} s ({path}); end it and try again"

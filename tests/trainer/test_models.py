@@ -100,3 +100,11 @@ def test_what_is_no_model_is_refused_with_what_to_do(name: str, message: str, tm
         resolve_model(name)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the cache folder is a file, the error names it and the variable that moves it."""
+    (tmp_path / "rllm").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ModelError, match="set XDG_CACHE_HOME to another folder"):
+        resolve_model("tiny-qwen2")
