@@ -247,8 +247,9 @@ def _compaction(parting: Parting, dropped: Sequence[Message], kept: Sequence[Mes
         kept: the request's.
         common: how many messages before them are the same.
     """
+    carried = [message for message in kept if message.get("role") == "assistant"] if parting.may_be_fork else kept
     later = {view(message) for message in dropped[1:] if text_of(message) or message.get("tool_calls")}
-    if any(view(message) in later for message in kept):
+    if any(view(message) in later for message in carried):
         return "compaction"
     if common and not parting.may_be_fork and (len(kept) < len(dropped) or dropped[0].get("role") != kept[0].get("role")):
         return "compaction"

@@ -136,6 +136,13 @@ def test_retokenised(decoded: bool) -> None:
 
 
 @both
+def test_a_reply_of_one_token_is_retokenised(decoded: bool) -> None:
+    """Where the server leaves the end of turn out of the ids, the only token is the text's."""
+    found = the_break(first(make_choice([42], "seven")), second([40, 41, 2], assistant("seven")), decoded=decoded)
+    assert (found.cause, found.position) == ("retokenised", 10)
+
+
+@both
 def test_whitespace_in_the_message(decoded: bool) -> None:
     """The app stripped the reply before it sent it back."""
     found = the_break(first(make_choice([43, 42, 44, 2], " seven\n")), second([42, 2], assistant("seven")), decoded=decoded)
@@ -203,6 +210,31 @@ def test_drift_early_and_late(drifted: dict[str, Any], echo: list[int], cause: s
     assert found.position == (11 if cause == "whitespace" else 12)
     assert found.recorded_span_id == ("1b" if late else "1")
     assert found.sampled_after == 2 + (4 if late else 0)
+
+
+@both
+def test_a_later_reply_drifts_while_the_first_one_is_kept(decoded: bool) -> None:
+    """The prompt continues the first reply, and still breaks the second."""
+    kept = [SYSTEM, ASK, assistant("seven"), MORE]
+    one = first(make_choice([42, 2], "seven"))
+    two = make_call("2", [*HEAD, 42, 2, *NEXT], make_choice([40, 41, 2], "seven"), messages=kept)
+    three = make_call("3", [*HEAD, 42, 2, *NEXT, 42, 2, *NEXT], [51], messages=[*kept, assistant("seven"), MORE])
+    found = the_break(one, two, three, decoded=decoded)
+    assert (found.cause, found.recorded_span_id, found.position, found.message, found.sampled_after) == ("retokenised", "2", 18, 4, 3)
+    samples = build_samples(make_episode(one, two, three))
+    assert [row.cause for row in samples.samples] == [None, "retokenised"]
+    assert [span.span_id for row in samples.samples for span in row.spans if span.trained] == ["1", "2", "3"]
+
+
+def test_an_observation_drifts_while_the_replies_around_it_are_kept() -> None:
+    """The tool's result lost a space; that the tools changed too has nothing to do with it, since the first turn is shared."""
+    result, stripped = {"role": "tool", "content": " x"}, {"role": "tool", "content": "x"}
+    kept = [SYSTEM, ASK, assistant("seven")]
+    one = first(make_choice([42, 2], "seven"), tools=[{"type": "function"}])
+    two = make_call("2", [*HEAD, 42, 2, 43, 51, 2], make_choice([42, 2], "seven"), messages=[*kept, result], tools=[{"type": "function"}])
+    three = make_call("3", [*HEAD, 42, 2, 51, 2, 42, 2, *NEXT], [51], messages=[*kept, stripped, assistant("seven"), MORE], tools=[])
+    found = the_break(one, two, three)
+    assert (found.cause, found.recorded_span_id, found.position, found.message) == ("whitespace", "2", 12, 3)
 
 
 def test_none_early_and_late() -> None:
@@ -339,6 +371,12 @@ def test_a_new_question_under_the_same_system_prompt_carries_no_turn() -> None:
     assert the_break(first(make_choice([42, 2], "seven")), other).cause == "other agent"
 
 
+def test_a_short_reply_that_stands_in_a_new_question_is_no_compaction() -> None:
+    """A few characters may stand anywhere."""
+    other = make_call("2", [1, 3, 10, 2, *NEXT], [42], messages=[SYSTEM, {"role": "user", "content": "Is seven odd?"}])
+    assert the_break(first(make_choice([42, 2], "seven")), other).cause == "other agent"
+
+
 def test_a_handover_with_another_system_prompt_is_another_agent() -> None:
     """Another role carries the conversation on under its own instructions."""
     brief = {"role": "system", "content": "Be brief."}
@@ -397,6 +435,21 @@ def test_the_same_prompt_again_is_no_break() -> None:
     """A retry, and a conversation taken back to its beginning."""
     retry = make_call("3", HEAD, [51], messages=[SYSTEM, ASK])
     no_break(first(make_choice([42, 2], "seven")), second([42, 2], assistant("seven")), retry)
+
+
+def test_a_fork_with_turns_of_its_own_is_no_break() -> None:
+    """After a recorded reply two conversations go on; the second has a turn that was never recorded, and breaks nothing of the first."""
+    kept = [SYSTEM, ASK, assistant("seven")]
+    one = first(make_choice([42, 2], "seven"))
+    two = make_call("2", [*HEAD, 42, 2, *NEXT], make_choice([42, 2], "nine"), messages=[*kept, MORE])
+    three = make_call(
+        "3", [*HEAD, 42, 2, *NEXT, 42, 2, *NEXT], make_choice([42, 2], "ten"), messages=[*kept, MORE, assistant("nine"), MORE]
+    )
+    fork = make_call(
+        "4", [*HEAD, 42, 2, 1, 4, 51, 2, 1, 5, 51, 2, *NEXT], [51], messages=[*kept, {"role": "user", "content": "x"}, assistant("x"), MORE]
+    )
+    short = make_call("5", [*HEAD, 42, 2, 1, 4, 52, 51], [51], messages=[*kept, {"role": "user", "content": "x|"}, assistant("y")])
+    no_break(one, two, three, fork, short)
 
 
 def test_a_reply_that_was_never_recorded_is_no_break() -> None:
