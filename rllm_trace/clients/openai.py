@@ -37,6 +37,8 @@ _METHODS: Final = ("request", "_prepare_request", "_process_response", "_send_re
 """Old releases have no ``_send_request``; a redirected call then goes out with what the app put on its HTTP client."""
 _FOREIGN: Final = ("api-key", "x-api-key", "OpenAI-Organization", "OpenAI-Project", "Cookie")
 _ACCEPT_ENCODING: Final = "Accept-Encoding"
+"""``identity`` where the app reads the answer itself: what was added is taken out of the bytes on their way."""
+_RAW_RESPONSE: Final = "X-Stainless-Raw-Response"
 
 _call: ContextVar[ClientCall | None] = ContextVar("rllm_openai_call", default=None)
 _lock: Final = threading.Lock()
@@ -336,7 +338,8 @@ def _with_options(call: ClientCall, args: tuple[Any, ...], kwargs: dict[str, Any
         changed.params = {}
         headers = _policy_headers(call, headers)
         _limit_timeout(call, changed)
-    if call.added and call.body.get("stream") and not any(name.lower() == "accept-encoding" for name in headers):
+    streams = call.body.get("stream") or headers.get(_RAW_RESPONSE) == "stream"
+    if call.added and streams and not any(name.lower() == "accept-encoding" for name in headers):
         headers = {**headers, _ACCEPT_ENCODING: "identity"}
     changed.headers = headers
     if len(args) > 1:

@@ -1,0 +1,74 @@
+"""Looks on at an answer that the app reads itself: events as they come, or one body in pieces, compressed or not.
+
+A body that something is to be taken out of is held back until it is whole; events are passed on as ``EventReader`` gives them. A
+compressed stream is passed on as it came and read at its end.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from rllm_trace.clients._decode import Reply
+
+if TYPE_CHECKING:
+    from rllm_trace.clients._call import ClientCall
+
+__all__ = ["Onlooker"]
+
+
+class Onlooker:
+    """Looks on at an answer that is read by the app: events, or one body that comes in pieces."""
+
+    def __init__(self, call: ClientCall, response: Any, events: bool, encoding: str | None) -> None:
+        self._call = call
+        self._events = call.events() if events and encoding is None else None
+        self._is_events = events
+        self._encoding = encoding
+        self._response_class: type[Any] = type(response)
+        self._pieces: list[bytes] = []
+        self._holds_back = not events and encoding is None and not call.keep.everything
+
+    def feed(self, chunk: bytes) -> bytes:
+        call = self._call
+        call.first_chunk()
+        events = self._events
+        if events is None:
+            self._pieces.append(chunk)
+            return b"" if self._holds_back else chunk
+        seen = events.feed(chunk)
+        if events.done:
+            call.stream_over(events.reply(), True, None, exhausted=False)
+        elif events.finished:
+            call.whole_so_far(events.reply())
+        return seen
+
+    def flush(self) -> bytes:
+        if self._events is not None:
+            return self._events.flush()
+        reply, seen = self._call.read(self._body()) if not self._is_events else (None, b"")
+        if reply is not None:
+            self._call.finish(reply, complete=True)
+        return seen if self._holds_back else b""
+
+    def end(self, error: BaseException | None, exhausted: bool) -> None:
+        events = self._events
+        try:
+            if events is None and self._is_events:
+                events = self._call.events()
+                events.feed(self._body())
+                events.flush()
+            if events is not None:
+                self._call.stream_over(events.reply(), events.done, error, exhausted=exhausted)
+            else:
+                self._call.stream_over(Reply(), False, error, exhausted=exhausted)
+        finally:
+            self._call.finish(Reply())
+
+    def _body(self) -> bytes:
+        raw = b"".join(self._pieces)
+        if self._encoding is None or not raw:
+            return raw
+        try:
+            return cast(bytes, self._response_class(200, headers={"content-encoding": self._encoding}, content=raw).content)
+        except Exception:  # noqa: BLE001 - cut off in the middle of a compressed block, or an unknown encoding
+            return b""
