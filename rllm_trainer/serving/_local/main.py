@@ -97,7 +97,12 @@ def _start(config: LocalConfig, listening: socket.socket) -> dict[str, Any]:
     scheduler = Scheduler(runner, version=config.version, max_waiting=config.max_waiting, deliver=deliver_to(loop))
     service = Service(intake, loader, scheduler, api_key=config.api_key)
     up = threading.Event()
-    threading.Thread(target=_or_die, args=(scheduler.run,), name="rllm-steps", daemon=True).start()
+
+    def steps() -> None:
+        torch.set_num_threads(config.threads)  # holds for the calling thread; those that pack weights have their own
+        scheduler.run()
+
+    threading.Thread(target=_or_die, args=(steps,), name="rllm-steps", daemon=True).start()
     threading.Thread(target=_or_die, args=(lambda: _serve_http(loop, service, listening, up),), name="rllm-http", daemon=True).start()
     up.wait()
     return {"port": listening.getsockname()[1], "max_model_len": max_len, "kv_tokens": kv_tokens, "vocab": loader.vocab}

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +29,8 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F
 """Safetensors codes of the dtypes that weights may come in."""
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _BUFFERS = ("rotary_emb.inv_freq",)
+_WORKERS = 4
+"""Threads that copy and pack; it is memory traffic, which a few threads exhaust."""
 
 
 class WeightsError(ValueError):
@@ -127,17 +131,27 @@ def build(spec: ModelSpec, checkpoint: Checkpoint, get: Callable[[str], Tensor] 
     def bias(names: list[str], present: bool) -> Tensor | None:
         return torch.cat([tensor(n + ".bias") for n in names]) if present else None
 
-    with torch.inference_mode():
-        layers = [_layer(spec, f"model.layers.{index}.", tensor, bias) for index in range(spec.layers)]
+    @torch.inference_mode()
+    def layer(index: int) -> Layer:
+        return _layer(spec, f"model.layers.{index}.", tensor, bias)
+
+    @torch.inference_mode()
+    def ends() -> tuple[Tensor, Tensor, Linear]:
         embed = tensor(_EMBED)
-        return Weights(
-            spec=spec,
-            embed=embed.clone(),
-            layers=layers,
-            norm=tensor("model.norm.weight").clone(),
-            head=Linear(embed if spec.tied else tensor(_HEAD)),
-            dtypes={n: code for n, code in checkpoint.dtypes.items() if n == _HEAD or n in spec.tensors()},
-        )
+        return embed.clone(), tensor("model.norm.weight").clone(), Linear(embed if spec.tied else tensor(_HEAD))
+
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, _WORKERS), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        outer = pool.submit(ends)
+        layers = list(pool.map(layer, range(spec.layers)))
+        embed, norm, head = outer.result()
+    return Weights(
+        spec=spec,
+        embed=embed,
+        layers=layers,
+        norm=norm,
+        head=head,
+        dtypes={n: code for n, code in checkpoint.dtypes.items() if n == _HEAD or n in spec.tensors()},
+    )
 
 
 def _layer(spec: ModelSpec, p: str, tensor: Callable[[str], Tensor], bias: Callable[[list[str], bool], Tensor | None]) -> Layer:
