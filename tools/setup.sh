@@ -30,14 +30,9 @@ if ! fits "$venv/bin/python"; then
     echo "making $venv with $("$python" --version)"
     "$python" -m venv "$venv"
 fi
-pip="$venv/bin/python -m pip --disable-pip-version-check"
-
-# pip before 25 takes ten minutes and more to settle this set of packages, where later ones take one.
-$pip install --quiet --upgrade "pip>=25"
-
 # torch first, so that its size is known before it is fetched and everything else settles around it.
 "$venv/bin/python" "$root/tools/install_torch.py" "$root/pyproject.toml"
 
-echo "installing the trainer and the tools (a few minutes the first time)"
-$pip install --quiet --editable "$root[dev]"
+echo "installing the trainer and the tools"
+"$venv/bin/python" "$root/tools/install_all.py" "$root[dev]"
 touch "$venv/.done"

@@ -18,7 +18,6 @@ FOLDER = Path(__file__).parents[2] / "examples" / "smolagents_stock"
 @pytest.fixture
 def app(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The decorated app, freshly imported, and the folder's other modules importable as ``run.py`` has them."""
-    pytest.importorskip("smolagents")
     monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.setenv("OPENAI_API_KEY", "scripted")
     for name in ("app", "questions"):

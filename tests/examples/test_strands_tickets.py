@@ -24,7 +24,6 @@ def answer(exchange: Exchange) -> Reply:
 @pytest.fixture
 def app(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The decorated app, its endpoint a scripted server."""
-    pytest.importorskip("strands")
     monkeypatch.syspath_prepend(FOLDER)
     for name in ("app", "messages"):
         monkeypatch.delitem(sys.modules, name, raising=False)

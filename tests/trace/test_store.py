@@ -214,7 +214,8 @@ def test_pandas_reads_the_folder(full_episode: Episode, tmp_path: Path) -> None:
 
 def test_duckdb_reads_the_folder(full_episode: Episode, tmp_path: Path) -> None:
     """SQL over the files, down to single calls."""
-    duckdb = pytest.importorskip("duckdb")
+    import duckdb
+
     with Store(tmp_path) as store:
         store.append(full_episode)
     query = f"select id, unnest(calls, recursive := true) from '{tmp_path}/episodes/*.parquet'"
@@ -225,7 +226,8 @@ def test_duckdb_reads_the_folder(full_episode: Episode, tmp_path: Path) -> None:
 
 def test_polars_reads_the_folder(full_episode: Episode, tmp_path: Path) -> None:
     """The same for Polars, lazily."""
-    polars = pytest.importorskip("polars")
+    import polars
+
     with Store(tmp_path) as store:
         store.append(full_episode)
     frame = polars.scan_parquet(f"{tmp_path}/episodes/*.parquet").select("id", polars.col("calls").list.len()).collect()

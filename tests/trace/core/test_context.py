@@ -361,7 +361,9 @@ def test_a_span_to_the_users_own_trace_is_a_link(call: Any) -> None:
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider
 
-    memory = pytest.importorskip("rllm_trace.exporters").MemoryExporter()
+    from rllm_trace.exporters import MemoryExporter
+
+    memory = MemoryExporter()
     rllm.configure(exporters=[memory])
     tracer = TracerProvider().get_tracer("theirs")
 

@@ -1,0 +1,43 @@
+"""Installs this checkout with everything that its tests and examples use, around the torch that is there: ``install_all.py FOLDER[EXTRAS]``.
+
+uv settles the set in seconds, where pip gives up on it after minutes of trying older releases. It reads none of pip's settings, so the
+package index, further indexes, folders of wheels and certificates that pip is set up with are handed on.
+"""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+
+
+def main() -> int:
+    """Exit status: 0, or that of the step that failed."""
+    if bootstrap := subprocess.run([*PIP, "install", "--quiet", "uv>=0.8"], check=False).returncode:
+        return bootstrap
+    settings = pip_settings()
+    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable]
+    if index := settings.get("index-url"):
+        command += ["--default-index", index]
+    if further := [url for url in settings.get("extra-index-url", "").split() if url.startswith("http")]:
+        command += [part for url in further for part in ("--index", url)] + ["--index-strategy", "unsafe-best-match"]
+    for place in settings.get("find-links", "").split():
+        command += ["--find-links", place]
+    environment = dict(os.environ)
+    if cert := settings.get("cert"):
+        environment.setdefault("SSL_CERT_FILE", cert)
+    torch = f"torch=={importlib.metadata.version('torch')}"
+    return subprocess.run([*command, torch, "--editable", sys.argv[1]], env=environment, check=False).returncode
+
+
+def pip_settings() -> dict[str, str]:
+    """pip's own settings by option name, its environment variables last, so that they win as they do with pip."""
+    listed = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True, check=True).stdout
+    pairs = [line.split("=", 1) for line in listed.splitlines() if "=" in line]
+    pairs.sort(key=lambda pair: pair[0].startswith(":env:"))
+    return {name.rpartition(".")[2]: value.strip("'\"") for name, value in pairs}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
