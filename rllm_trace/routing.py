@@ -143,7 +143,22 @@ _route: ContextVar[Route | None] = ContextVar("rllm_route", default=None)
 
 def current_route() -> Route | None:
     """The route that calls made here and now would take; None: their own endpoint."""
-    return _route.get()
+    route = _route.get()
+    return _inherited.route if route is None else route
+
+
+class _Inherited:
+    """The route that a whole process was started under."""
+
+    route: Route | None = None
+
+
+_inherited: Final = _Inherited()
+
+
+def inherit(route: Route) -> None:
+    """Calls of this process that are under no other route take this one."""
+    _inherited.route = route
 
 
 @contextlib.contextmanager

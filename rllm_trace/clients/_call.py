@@ -19,6 +19,7 @@ from rllm_trace._calldata import CallData
 from rllm_trace._calls import OpenCall
 from rllm_trace._guard import guard
 from rllm_trace._recorder import recorder
+from rllm_trace._spans import error_info
 from rllm_trace.clients._ask import ask, is_strict, refusals, refused_fields
 from rllm_trace.clients._decode import Keep, Operation, Reply, read_reply
 from rllm_trace.clients._events import EventReader
@@ -321,10 +322,8 @@ class ClientCall:
         return _encode(self.body)
 
     def _error(self, error: BaseException) -> ErrorInfo:
-        kind = type(error)
-        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        status = getattr(error, "status_code", None)
-        return ErrorInfo(type=name, message=self._clean(str(error)), status_code=status if isinstance(status, int) else None)
+        info = error_info(error)
+        return msgspec.structs.replace(info, message=self._clean(info.message))
 
     def _told(self, error: Mapping[str, Any]) -> ErrorInfo:
         code = error.get("code")
@@ -333,7 +332,7 @@ class ClientCall:
 
     def _clean(self, message: str) -> str:
         for secret in self._secrets:
-            message = message.replace(secret, "***")
+            message = message.replace(secret, "[withheld]")
         return message[:_MAX_MESSAGE]
 
     def whole_so_far(self, reply: Reply) -> None:

@@ -216,7 +216,7 @@ def test_a_wrong_key_is_an_error_without_the_key(recording: Any) -> None:
     assert call.error is not None
     assert call.error.status_code == 401
     assert "sk-very-secret" not in call.error.message
-    assert "***" in call.error.message
+    assert "[withheld]" in call.error.message
 
 
 def test_nothing_to_connect_to_is_a_failed_call(recording: Any) -> None:

@@ -105,6 +105,20 @@ def test_clients_made_before_and_methods_bound_before_are_captured(server: Scrip
     assert [call.exact for call in calls] == [True, True]
 
 
+def test_the_module_level_client_is_captured(server: ScriptedServer, recording: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``openai.chat.completions.create`` without a client object is recorded."""
+    clients.instrument("openai")
+    monkeypatch.setattr(openai, "base_url", server.base_url)
+    monkeypatch.setattr(openai, "api_key", server.api_key)
+    openai._reset_client()
+    try:
+        call = recording.call(lambda: openai.chat.completions.create(**CREATE))
+        openai.completions._client.close()
+    finally:
+        openai._reset_client()
+    assert call.exact
+
+
 def test_sub_classes_are_captured(server: ScriptedServer, recording: Any) -> None:
     """A sub-class that overrides methods and calls on is recorded once."""
 

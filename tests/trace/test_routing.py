@@ -112,12 +112,23 @@ def test_nothing_of_the_apps_own_provider_leaves_for_the_policy(shape: str, poli
     assert "policy-key" not in repr(call)
 
 
-def test_an_azure_client_is_redirected_without_its_key(policy: ScriptedServer, recording: Any) -> None:
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_an_azure_client_is_redirected_without_its_key(is_async: bool, policy: ScriptedServer, recording: Any) -> None:
     """Azure's ``api-key`` header, deployment path and api-version stay at home."""
-    http = openai.DefaultHttpxClient(verify=False)
-    client = openai.AzureOpenAI(azure_endpoint="http://127.0.0.1:9", api_key="sk-azure", api_version="2024-10-21", http_client=http)
-    _opened.enter_context(client)
-    call = recording.call(lambda: client.chat.completions.create(**CREATE), route=route_to(policy))
+    own: Any = {"azure_endpoint": "http://127.0.0.1:9", "api_key": "sk-azure", "api_version": "2024-10-21"}
+
+    async def go() -> None:
+        async with openai.AsyncAzureOpenAI(**own, http_client=openai.DefaultAsyncHttpxClient(verify=False)) as client:
+            await client.chat.completions.create(**CREATE)
+
+    def app() -> None:
+        if is_async:
+            asyncio.run(go())
+            return
+        with openai.AzureOpenAI(**own, http_client=openai.DefaultHttpxClient(verify=False)) as client:
+            client.chat.completions.create(**CREATE)
+
+    call = recording.call(app, route=route_to(policy))
     (exchange,) = policy.log
     assert exchange.path == "/v1/chat/completions"
     assert "sk-azure" not in json.dumps(exchange.headers)
