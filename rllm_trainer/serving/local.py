@@ -40,10 +40,11 @@ class LocalServer:
         token_ids=True, logprobs=True, processed_logprobs=True, swap=True, lora_swap=True, per_token_versions=True, token_prompts=True
     )
 
-    def __init__(self, child: Child, *, api_key: str, model: str) -> None:
+    def __init__(self, child: Child, *, api_key: str, model: str, version: int) -> None:
         self._child = child
         self._api_key = api_key
         self._model = model
+        self._version = version
         self._port: int = child.ready["port"]
         self.max_model_len: int = child.ready["max_model_len"]
         """Most tokens of prompt and reply together."""
@@ -114,7 +115,7 @@ class LocalServer:
         if failed is not None:
             child.close(timeout=1.0)
             raise ServerError(f"the local server could not start: {failed}")
-        return cls(child, api_key=api_key, model=config["name"])
+        return cls(child, api_key=api_key, model=config["name"], version=version)
 
     @property
     def base_url(self) -> str:
@@ -130,7 +131,7 @@ class LocalServer:
 
     @property
     def version(self) -> int:
-        return int(self.stats()["version"])
+        return self._version
 
     @property
     def pid(self) -> int:
@@ -163,14 +164,15 @@ class LocalServer:
                 self._prove_by_digest(weights)
             difference = max(whole.max_difference, cached.max_difference)
             report = msgspec.structs.replace(report, proof=whole.proof, max_difference=difference)
-        if self.version != weights.version:
-            raise SwapNotProven(f"after the swap to version {weights.version} the server says {self.version}")
         return report
 
     def swap_unproven(self, weights: WeightsFile, *, check_digest: bool = False) -> SwapReport:
         """The swap alone. ``check_digest``: the new buffers are hashed and compared before they are served."""
         body = {"path": str(weights.path), "version": weights.version, "lora": weights.lora}
         done = self._call("POST", "/rllm/swap", {**body, "digest": weights.digest if check_digest else None})
+        self._version = int(self.stats()["version"])
+        if self._version != weights.version:
+            raise SwapNotProven(f"after the swap to version {weights.version} the server says {self._version}")
         return SwapReport(
             version=weights.version,
             seconds=done["seconds"],
