@@ -37,6 +37,13 @@ def test_a_single_chain_is_one_row() -> None:
     assert samples.breaks == []
 
 
+def test_the_example_in_the_module_holds() -> None:
+    """The second half of the docstring's example: a row of its own, and a break at token 3."""
+    samples = build_samples(make_episode(make_call("1", [5, 6], [7, 2]), make_call("2", [5, 6, 7, 8], [9, 2])))
+    assert rows(samples) == [([5, 6, 7, 2], [0, 0, 1, 1]), ([5, 6, 7, 8, 9, 2], [0, 0, 0, 0, 1, 1])]
+    assert [(broken.span_id, broken.position, broken.cause) for broken in samples.breaks] == [("2", 3, "unknown")]
+
+
 def test_logprobs_and_versions_stand_on_sampled_tokens_only() -> None:
     """NaN and -1 where nothing was sampled; elsewhere the server's own values."""
     first = make_call("1", [5], make_choice([7, 2], logprobs=Logprobs([-0.25, -0.5])), policy_version_start=3, policy_version_end=3)

@@ -80,7 +80,7 @@ def episode_of(grown: list[tuple[int, ModelCall]]) -> Episode:
 
 
 plans = st.lists(steps, min_size=1, max_size=12)
-relaxed = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+relaxed = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 
 def replies_of(call: ModelCall) -> list[list[int]]:
