@@ -335,10 +335,9 @@ class ClientCall:
             message = message.replace(secret, "[withheld]")
         return message[:_MAX_MESSAGE]
 
-    def whole_so_far(self, reply: Reply) -> None:
-        """Every choice has its finish reason; what may still come is the usage. Should the app leave the stream here, nothing is lost."""
-        if not self._ended and self.open.span.call is None and len(reply.choices) >= self._expected:
-            self.open.span.call = self._data(reply, True, None, False, True)
+    def is_whole(self, reply: Reply) -> bool:
+        """Every choice that was asked for is there and has its finish reason."""
+        return reply.finished and len(reply.choices) >= self._expected
 
     @property
     def _expected(self) -> int:
@@ -347,8 +346,7 @@ class ClientCall:
 
     def stream_over(self, reply: Reply, done: bool, error: BaseException | None, *, exhausted: bool) -> None:
         """The stream of the answer has ended in any way."""
-        whole = reply.finished and len(reply.choices) >= self._expected
-        if done or whole:
+        if done or self.is_whole(reply):
             self.finish(reply, complete=True, streamed=True)
         elif error is None or isinstance(error, GeneratorExit):
             broken = ErrorInfo(type="rllm_trace.IncompleteStream", message="the stream ended before its last event") if exhausted else None

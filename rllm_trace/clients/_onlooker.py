@@ -26,6 +26,9 @@ class Onlooker:
         self._encoding = encoding
         self._response_class: type[Any] = type(response)
         self._pieces: list[bytes] = []
+        self.holds = False
+        """The reply is whole and its stream's last events are still to come: the app gets the last chunk together with those, so that a
+        call to the policy has ended, usage included, also where the app leaves its stream at the finish reason."""
         self._holds_back = not events and encoding is None and not call.keep.everything
 
     def feed(self, chunk: bytes) -> bytes:
@@ -38,8 +41,9 @@ class Onlooker:
         seen = events.feed(chunk)
         if events.done:
             call.stream_over(events.reply(), True, None, exhausted=False)
-        elif events.finished:
-            call.whole_so_far(events.reply())
+            self.holds = False
+        elif events.finished and call.endpoint is not None:
+            self.holds = call.is_whole(events.reply())
         return seen
 
     def flush(self) -> bytes:

@@ -19,7 +19,10 @@ _classes: dict[tuple[str, bool], type[Any]] = {}
 
 
 class Reader(Protocol):
-    """Who looks on. Both methods are called on the thread that consumes the stream."""
+    """Who looks on. Its methods are called on the thread that consumes the stream."""
+
+    holds: bool
+    """What ``feed`` gave last is to be passed on together with what comes next."""
 
     def feed(self, chunk: bytes) -> bytes:
         """A chunk has arrived; gives what the app is to see of it."""
@@ -57,6 +60,9 @@ class _Tee:
                 raise
             return chunk
 
+    def _holds(self) -> bool:
+        return self._reader is not None and self._reader.holds
+
     def _flush(self) -> bytes:
         rest = b""
         if self._show is not None and self._reader is not None:
@@ -79,17 +85,21 @@ def _sync_class(module: Any) -> type[Any]:
         """``SyncByteStream`` that is looked on."""
 
         def __iter__(self) -> Iterator[bytes]:
+            held = b""
             try:
                 for chunk in self._inner:
-                    seen = self._feed(chunk)
-                    if seen:
+                    seen = held + self._feed(chunk) if held else self._feed(chunk)
+                    held = seen if self._holds() else b""
+                    if seen and not held:
                         yield seen
-                rest = self._flush()
+                rest, held = held + self._flush(), b""
                 self._end(exhausted=True)
                 if rest:
                     yield rest
             except BaseException as error:
                 self._end(error)
+                if held and isinstance(error, Exception):
+                    yield held
                 raise
 
         def close(self) -> None:
@@ -106,17 +116,21 @@ def _async_class(module: Any) -> type[Any]:
         """``AsyncByteStream`` that is looked on."""
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
+            held = b""
             try:
                 async for chunk in self._inner:
-                    seen = self._feed(chunk)
-                    if seen:
+                    seen = held + self._feed(chunk) if held else self._feed(chunk)
+                    held = seen if self._holds() else b""
+                    if seen and not held:
                         yield seen
-                rest = self._flush()
+                rest, held = held + self._flush(), b""
                 self._end(exhausted=True)
                 if rest:
                     yield rest
             except BaseException as error:
                 self._end(error)
+                if held and isinstance(error, Exception):
+                    yield held
                 raise
 
         async def aclose(self) -> None:

@@ -16,6 +16,7 @@ import pytest
 from rllm_trace.exceptions import CallRefusedError
 from rllm_trace.routing import CallSite, CallSites, Endpoint, Route, call_seed, current_route, kept_header, reshaped, use_route
 from rllm_trace.testing import Reply, ReplyChoice, ScriptedServer
+from rllm_trace.types import Usage
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 CREATE: Any = {"model": "gpt-4o-mini", "messages": MESSAGES}
@@ -133,6 +134,49 @@ def test_an_azure_client_is_redirected_without_its_key(is_async: bool, policy: S
     assert exchange.path == "/v1/chat/completions"
     assert "sk-azure" not in json.dumps(exchange.headers)
     assert (call.exact, call.requested_model) == (True, "gpt-4o-mini")
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_stream_of_the_policy_that_is_left_at_its_finish_reason_has_ended(is_async: bool, policy: ScriptedServer, recording: Any) -> None:
+    """An app that keeps its stream and never reads the usage event loses nothing: the call is whole, and its episode does not wait."""
+    kept: list[Any] = []
+
+    async def go() -> None:
+        http = openai.DefaultAsyncHttpxClient(verify=False)
+        async with openai.AsyncOpenAI(base_url=NOWHERE, api_key="sk-foreign", http_client=http) as client:
+            kept.append(await client.chat.completions.create(**CREATE, stream=True))
+            async for chunk in kept[0]:
+                if chunk.choices[0].finish_reason:
+                    break
+
+    def app() -> None:
+        if is_async:
+            asyncio.run(go())
+            return
+        kept.append(foreign_client().chat.completions.create(**CREATE, stream=True))
+        for chunk in kept[0]:
+            if chunk.choices[0].finish_reason:
+                break
+
+    episode = recording.episode(app, route=route_to(policy))
+    (call,) = episode.calls
+    assert (call.exact, call.complete, call.usage) == (True, True, Usage(prompt_tokens=3, completion_tokens=3))
+    assert (episode.termination, episode.open_calls) == ("completed", 0)
+
+
+def test_a_policy_lost_after_the_finish_reason_gave_a_whole_reply(recording: Any) -> None:
+    """The app gets the last chunk and then the error, as without us; the reply was received whole and is recorded so."""
+    seen: list[str | None] = []
+    with ScriptedServer([Reply(disconnect_after=4)], api_key="policy-key") as server:
+
+        def app() -> None:
+            for chunk in foreign_client().chat.completions.create(**CREATE, stream=True):
+                seen.append(chunk.choices[0].finish_reason)
+
+        call = recording.call(app, route=route_to(server))
+    assert type(recording.error).__name__ in ("RemoteProtocolError", "APIConnectionError")
+    assert seen == [None, None, None, "stop"]
+    assert (call.exact, call.complete, call.usage, call.error) == (True, True, None, None)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
