@@ -1,4 +1,4 @@
-"""Installs this checkout with everything that its tests and examples use, around the torch that is there: ``install_all.py FOLDER[EXTRAS]``.
+"""Installs this checkout with all that its tests and examples use, around the torch that is there: ``install_all.py FOLDER[EXTRAS]``.
 
 uv settles the set in seconds, where pip gives up on it after minutes of trying older releases. It reads none of pip's settings, so the
 package index, further indexes, folders of wheels and certificates that pip is set up with are handed on.

@@ -39,7 +39,7 @@ class Recording:
         with rollout(**options) as handle:
             try:
                 self.value = workflow(app)()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - an app may raise anything
                 self.error = error
         (episode,) = handle.wait(timeout)
         return episode
