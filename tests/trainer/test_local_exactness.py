@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -347,3 +349,42 @@ def test_an_adapter_is_merged(as_started: LocalServer, tiny: Path, tmp_path: Pat
         row = np.arange(60, dtype=np.int32)
         merged = reference(tiny, tmp_path / "merged.safetensors")(row.tolist(), 1.0)
         assert as_started.prompt_logprobs([row])[0] == pytest.approx(merged, abs=TOLERANCE, nan_ok=True)
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_under_many_swaps(as_started: LocalServer, tiny: Path, tmp_path: Path) -> None:
+    """64 concurrent streams over 100 swaps: every stream comes to its end with every token stamped, in order and without a gap."""
+    files = [changed_weights(tiny, tmp_path / f"v{n}.safetensors", n) for n in (1, 2)]
+    headers = {"authorization": f"Bearer {as_started.api_key}"}
+
+    async def stream(client: httpx.AsyncClient, seed: int, done: asyncio.Event) -> int:
+        finished = 0
+        while not (done.is_set() and finished):
+            body = {**chat(f"stream {seed}", max_tokens=100, ignore_eos=True, seed=seed), "stream": True}
+            async with client.stream("POST", "/chat/completions", json=body) as response:
+                chunks = [json.loads(line[6:]) async for line in response.aiter_lines() if line.startswith("data: {")]
+            ids = [token for chunk in chunks for choice in chunk["choices"] for token in choice["token_ids"]]
+            spans = chunks[-1]["metadata"]["weight_versions"]
+            assert len(ids) == spans[-1]["end"] == 100
+            assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
+            versions = [int(span["version"]) for span in spans]
+            assert versions == sorted(set(versions))
+            finished += 1
+        return finished
+
+    async def swaps(done: asyncio.Event) -> None:
+        for version in range(1, 101):
+            file = msgspec.structs.replace(files[version % 2], version=version)
+            await asyncio.to_thread(as_started.swap_unproven, file)
+        done.set()
+
+    async def run() -> list[int]:
+        done = asyncio.Event()
+        limits = httpx.Limits(max_connections=64)
+        async with httpx.AsyncClient(base_url=as_started.base_url, headers=headers, timeout=250, trust_env=False, limits=limits) as client:
+            finished, _ = await asyncio.gather(asyncio.gather(*(stream(client, n, done) for n in range(64))), swaps(done))
+            return finished
+
+    assert min(asyncio.run(run())) >= 1
+    stats = as_started.stats()
+    assert (stats["version"], stats["running"], stats["waiting"]) == (100, 0, 0)
