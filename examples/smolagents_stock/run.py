@@ -17,7 +17,7 @@ from questions import held_out_rows, training_rows  # noqa: E402
 
 from rllm_trainer import fit  # noqa: E402
 
-STEPS = 5
+STEPS = 6
 N_EVAL = 128
 
 
@@ -40,7 +40,7 @@ def main() -> None:
         output_dir=run_dir,
         seed=options.seed,
         steps=options.steps,
-        batch_tasks=6,
+        batch_tasks=8,
         group_size=8,
         lr=options.lr,
         betas=(0.9, 0.99),
