@@ -251,7 +251,7 @@ def test_a_swap_keeps_requests_and_stamps_their_tokens(family: str, request: pyt
         asked = [chat("count " * (n % 5), max_tokens=500, ignore_eos=True, seed=n) for n in range(16)]
         asking = asyncio.create_task(post(server, "/chat/completions", *asked))
         for count, file in enumerate(files, start=1):
-            await asyncio.wait_for(reached(800 * count), 60)
+            await asyncio.wait_for(reached(200 * count), 60)
             report = await asyncio.to_thread(server.swap, file)
             assert (report.version, report.proof, report.requests_in_flight) == (count, "digest", 16)
         return await asking
