@@ -47,8 +47,10 @@ class RewardFault(msgspec.Struct, frozen=True, kw_only=True):
 class Rollout:
     """The handle of a rollout: its identity, and its episodes as they end."""
 
-    def __init__(self, *, task_id: str | None, metadata: Mapping[str, Any] | None, seed: int | None) -> None:
+    def __init__(self, *, task_id: str | None, metadata: Mapping[str, Any] | None, seed: int | None, route: Route | None = None) -> None:
         self.inbox: Final = Inbox()
+        self.route = route
+        """Where its calls are sent; for those that arrive from other processes."""
         self.task_id = task_id
         self.metadata: dict[str, Any] = dict(metadata or {})
         self.seed = seed
@@ -112,7 +114,7 @@ def rollout(
     if recorder.disabled:
         raise ConfigurationError(f"{A.ENV_DISABLED} is set, so nothing can be recorded and nothing trained: unset it")
     ensure_instrumented()
-    handle = Rollout(task_id=task_id, metadata=metadata, seed=seed)
+    handle = Rollout(task_id=task_id, metadata=metadata, seed=seed, route=route)
     before = _rollout.get()
     recorder.count_rollout(+1)
     _rollout.set(handle)

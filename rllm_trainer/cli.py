@@ -3,6 +3,7 @@
     rllm train app.py:answer --data rows.jsonl --eval held_out.jsonl --reward app.py:right --set lr=2e-5 --set steps=20
     rllm evaluate app:answer --data held_out.jsonl --model runs/answer/model
     rllm settings
+    rllm gateway --upstream http://127.0.0.1:8000/v1 --store runs/store
 
 An app or reward is ``file.py:name`` or ``package.module:name``. ``python -m rllm_trainer`` is the same command under a name that no
 other package has.
@@ -18,11 +19,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from rllm_trace.gateway import command as gateway_command
 from rllm_trainer.config import make_settings, table
 from rllm_trainer.exceptions import SettingError, TrainerError
-from rllm_trainer.report import Report
+
+if TYPE_CHECKING:
+    from rllm_trainer.report import Report
 
 __all__ = ["main"]
 
@@ -34,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; gives the exit code: 0, 2 for what was refused, 130 after Ctrl-C."""
     parser = _parser()
     asked = parser.parse_args(argv)
+    if asked.run is gateway_command.run:  # needs nothing of the trainer, so not what a report needs either
+        return gateway_command.run(asked)
+    from rllm_trainer.report import Report
+
     report = Report()
     _mention_foreign(report)
     try:
@@ -69,6 +77,10 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--n", type=int, default=1, help="sampled rollouts of each row")
     settings = commands.add_parser("settings", help="list every setting with its default")
     settings.set_defaults(run=_settings)
+    what = "record the calls of apps in any language: an OpenAI-compatible and Anthropic-Messages reverse proxy"
+    gateway = commands.add_parser("gateway", help=what, description=what + "; also python -m rllm_trace.gateway")
+    gateway_command.add_arguments(gateway)
+    gateway.set_defaults(run=gateway_command.run)
     return parser
 
 
@@ -102,6 +114,8 @@ def _evaluate(asked: argparse.Namespace) -> None:
 
 
 def _settings(_: argparse.Namespace) -> None:
+    from rllm_trainer.report import Report
+
     Report().settings(table(make_settings({}), ()), {})
 
 

@@ -1,0 +1,174 @@
+"""What ``rllm gateway`` costs: CPU of its process for each call, beside a proxy on the same stack that only passes bytes on.
+
+    python benchmarks/gateway.py [--json]
+
+Server, gateway and proxy are processes of their own; the answers are those of a server with vLLM's fields, 2,048 tokens of prompt and 256
+of reply, with ids and logprobs, each event of a stream a packet of its own. Blocks of both are interleaved, and the median block counts.
+``gateway_cpu_ms``: an unstreamed call, recorded with ids into a store. ``gateway_stream_ratio``: CPU of a streamed call, gateway ÷ proxy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+PROMPT, REPLY = 2_048, 256
+TOKEN = "benchmark"
+KEY = "sk-benchmark"
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def serve_upstream() -> None:
+    """A server that answers every chat completion with the same bytes."""
+    import time
+
+    from rllm_trace.testing import Reply, ReplyChoice, ScriptedServer
+
+    draw = random.Random(7)
+    choice = ReplyChoice(
+        text="word " * REPLY,
+        token_ids=[draw.randrange(150_000) for _ in range(REPLY)],
+        logprobs=[-draw.random() for _ in range(REPLY)],
+    )
+    reply = Reply(choices=[choice], prompt_token_ids=[draw.randrange(150_000) for _ in range(PROMPT)])
+    with ScriptedServer([reply], api_key=KEY) as server:
+        print(server.base_url, flush=True)
+        while True:
+            server.log.clear()
+            time.sleep(0.1)
+
+
+def serve_proxy(upstream: str) -> None:
+    """Passes bytes on, with the same server and the same transport as the gateway, and does nothing else."""
+    import asyncio
+    import socket
+
+    import httpx
+    import uvicorn
+
+    transport = httpx.AsyncHTTPTransport(trust_env=False)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        headers = [(name, value) for name, value in scope["headers"] if name not in (b"host", b"content-length", b"authorization")]
+        headers.append((b"authorization", b"Bearer " + KEY.encode()))
+        url = upstream.removesuffix("/v1") + scope["path"]
+        response = await transport.handle_async_request(httpx.Request("POST", url, headers=headers, content=body))
+        head = [(name.lower(), value) for name, value in response.headers.raw if name.lower() != b"transfer-encoding"]
+        await send({"type": "http.response.start", "status": response.status_code, "headers": head})
+        async for chunk in response.stream:  # type: ignore[union-attr]
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await response.aclose()
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", interface="asgi3", loop="asyncio")
+    print(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", flush=True)
+    asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
+
+
+@contextlib.contextmanager
+def running(command: list[str], environ: dict[str, str] | None = None, *, stderr: bool = False) -> Iterator[tuple[int, str]]:
+    """(process id, base URL) of a server, which says its address on its first line."""
+    pipe = "stderr" if stderr else "stdout"
+    process = subprocess.Popen(command, text=True, env={**os.environ, **(environ or {})}, **{pipe: subprocess.PIPE})
+    try:
+        told: Any = process.stderr if stderr else process.stdout
+        line = next(line for line in told if "http://" in line)
+        yield process.pid, next(word for word in line.split() if word.startswith("http://")).removesuffix(",")
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def cpu(pid: int) -> float:
+    """Seconds of CPU that a process has used, all threads."""
+    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def block(pid: int, url: str, key: str, calls: int, *, streamed: bool) -> float:
+    """Milliseconds of CPU for one call, over ``calls`` calls on one connection."""
+    at = http.client.HTTPConnection(url.split("/")[2], timeout=60)
+    asks = {"logprobs": True, "return_token_ids": True}
+    content = "The river runs past the old mill and the stones are green. " * 130
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}], "stream": streamed, **asks})
+    path = "/" + url.split("/", 3)[3] + "/chat/completions"
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    before = cpu(pid)
+    for _ in range(calls):
+        at.request("POST", path, body, headers)
+        answer = at.getresponse()
+        answer.read()
+        if answer.status != 200:
+            raise SystemExit(f"got status {answer.status}")
+    used = cpu(pid) - before
+    at.close()
+    return used * 1_000 / calls
+
+
+def measure(blocks: int, whole: int, streams: int) -> dict[str, float]:
+    """The numbers, from interleaved blocks."""
+    here = [sys.executable, __file__]
+    with contextlib.ExitStack() as stack:
+        _, upstream = stack.enter_context(running([*here, "--serve", "upstream"]))
+        proxy = stack.enter_context(running([*here, "--serve", "proxy", "--to", upstream]))
+        store = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        command = [sys.executable, "-m", "rllm_trace.gateway", "--port", "0", "--upstream", upstream, "--store", store]
+        environ = {"RLLM_GATEWAY_TOKEN": TOKEN, "RLLM_GATEWAY_UPSTREAM_KEY": KEY}
+        pid, url = stack.enter_context(running(command, environ, stderr=True))
+        found: dict[str, list[float]] = {}
+        for number in range(-1, blocks):
+            episode = f"{url.removesuffix('/v1')}/e/block-{number}/v1"
+            for name, target, place, count, streamed in (
+                ("gateway_cpu_ms", pid, episode, whole, False),
+                ("proxy_cpu_ms", proxy[0], proxy[1], whole, False),
+                ("gateway_stream_cpu_ms", pid, episode, streams, True),
+                ("proxy_stream_cpu_ms", proxy[0], proxy[1], streams, True),
+            ):
+                used = block(target, place, TOKEN, count, streamed=streamed)
+                if number >= 0:
+                    found.setdefault(name, []).append(used)
+    numbers = {name: statistics.median(values) for name, values in found.items()}
+    numbers["gateway_stream_ratio"] = numbers["gateway_stream_cpu_ms"] / numbers["proxy_stream_cpu_ms"]
+    return numbers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print the numbers as one last line of JSON")
+    parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--calls", type=int, default=200, help="unstreamed calls of a block; streamed ones are an eighth")
+    parser.add_argument("--serve", choices=["upstream", "proxy"], help=argparse.SUPPRESS)
+    parser.add_argument("--to", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.serve == "upstream":
+        serve_upstream()
+    elif asked.serve == "proxy":
+        serve_proxy(asked.to)
+    else:
+        numbers = measure(asked.blocks, asked.calls, max(1, asked.calls // 8))
+        for name, value in sorted(numbers.items()):
+            print(f"{name:24} {value:8.3f}")
+        if asked.json:
+            print(json.dumps({name: round(value, 4) for name, value in numbers.items()}))
+
+
+if __name__ == "__main__":
+    main()
