@@ -52,20 +52,21 @@ def state_of_process():
 
 def threads_of_ours():
     """Threads of ours other than the recorder's, which lives as long as the process."""
-    return [t for t in threading.enumerate() if t.name.startswith("rllm") and t.name != "rllm-trace-writer"]
+    return {t for t in threading.enumerate() if t.name.startswith("rllm") and t.name != "rllm-trace-writer"}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "small"
-    before = state_of_process()
+    threads, before = threads_of_ours(), state_of_process()
     result = fit(app, ROWS, eval_dataset=HELD_OUT, output_dir=run_dir, steps=8, **SMALL)
-    return result, before, state_of_process()
+    after, left = state_of_process(), threads_of_ours() - threads
+    return result, before, after, left
 
 
 def test_the_reward_rises(trained):
     """Eight steps on the tiny model raise the held-out reward clearly, sampled and greedy."""
-    result, _, _ = trained
+    result, *_ = trained
     assert result.before.sampled.mean < 0.25
     assert result.rise.sampled.mean > 0.2
     assert result.rise.sampled.low > 0.1
@@ -76,7 +77,7 @@ def test_the_reward_rises(trained):
 
 def test_every_step_swapped_proven_weights(trained):
     """Each step trained every sampled token at the version that sampled it, and its swap was proved by logprobs."""
-    result, _, _ = trained
+    result, *_ = trained
     lines = [line for line in result.metrics if "loss" in line]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [line["version"] for line in lines] == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -90,7 +91,7 @@ def test_every_step_swapped_proven_weights(trained):
 
 def test_the_run_folder_holds_the_run(trained):
     """Settings, metrics, every episode, checkpoints, the curve, the result and the model are in the run folder."""
-    result, _, _ = trained
+    result, *_ = trained
     folder = result.run_dir
     assert json.loads((folder / "settings.json").read_text())["settings"]["lr"] == 5e-3
     assert json.loads((folder / "result.json").read_text())["rise"]["sampled"]["mean"] == pytest.approx(result.rise.sampled.mean)
@@ -109,7 +110,7 @@ def test_the_run_folder_holds_the_run(trained):
 
 def test_what_was_trained_can_be_read_back(trained):
     """Rewards and trained tokens of a step follow from the episodes on file alone."""
-    result, _, _ = trained
+    result, *_ = trained
     first = read_rollouts(result.run_dir, steps=[1])[1]
     (line,) = [line for line in result.metrics if line["step"] == 1]
     assert line["reward/mean"] == pytest.approx(sum(lowercase.__wrapped__(r.episode.output) for r in first) / 32)
@@ -120,16 +121,16 @@ def test_what_was_trained_can_be_read_back(trained):
 
 def test_the_apps_process_is_as_it_was(trained):
     """Environment, random states, signal handlers, working folder and children are what they were; no thread of ours stays."""
-    _, before, after = trained
+    _, before, after, left = trained
     assert after == before
-    for thread in threads_of_ours():
+    for thread in left:
         thread.join(10)
-    assert threads_of_ours() == []
+    assert not any(thread.is_alive() for thread in left)
 
 
 def test_the_trained_model_can_be_trained_again(trained, tmp_path):
     """The model of one run is the start of another, in the same process; its first rewards are the old run's last."""
-    result, _, _ = trained
+    result, *_ = trained
     again = fit(app, ROWS, output_dir=tmp_path / "again", steps=1, **SMALL | {"model": result.model_path})
     assert again.metrics[0]["reward/mean"] > result.before.sampled.mean + 0.15
     assert again.before is None
