@@ -11,7 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-__all__ = ["Linear", "all_finite", "floats", "ints"]
+__all__ = ["LEAST_ROWS", "Linear", "all_finite", "floats", "ints"]
+
+LEAST_ROWS = 4
+"""A product of fewer rows than this costs more than one of so many: oneDNN streams the matrix better then."""
 
 _ROWS_HINT = 32
 """oneDNN picks its layout for this many rows; it serves 1 to 1,000 rows equally well, where a hint of 1 makes 8 rows slow."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rllm_trainer.serving._local.arena import Arena
+from rllm_trainer.serving._local.kernels import LEAST_ROWS
 from rllm_trainer.serving._local.spec import ModelSpec
 from rllm_trainer.serving._local.weights import Layer, Weights
 
@@ -60,6 +61,8 @@ class _Plan(msgspec.Struct, kw_only=True, eq=False):
     chunk_masks: list[Tensor | None]
     rotation: Tensor
     """(N, 1, head_dim / 2) complex64."""
+    unattended: list[Tensor]
+    """Zeros (n, heads * head_dim) for the rows that are only there to make up ``LEAST_ROWS``; empty where there are none."""
 
 
 def rotations(spec: ModelSpec, positions: int) -> Tensor:
@@ -77,24 +80,39 @@ def forward(weights: Weights, table: Tensor, decoding: Decoding | None, chunks: 
     for chunk in chunks:
         ids += chunk.ids
         positions += range(chunk.start, chunk.start + len(chunk.ids))
-    plan = _plan(spec, decoding, chunks, table[torch.tensor(positions)].unsqueeze(1))
-    x_NH = weights.embed[torch.tensor(ids)]
+    count = len(ids)
+    spare = max(LEAST_ROWS - count, 0)
+    plan = _plan(spec, decoding, chunks, table[torch.tensor(positions + [0] * spare)].unsqueeze(1), spare)
+    x_NH = weights.embed[torch.tensor(ids + [0] * spare)]
     for index, layer in enumerate(weights.layers):
         x_NH = _layer(spec, layer, index, x_NH, plan)
-    return x_NH
+    return x_NH[:count]
 
 
 def logits(weights: Weights, hidden_RH: Tensor) -> Tensor:
     """(R, vocab) for the rows given."""
-    return weights.head(_rms_norm(hidden_RH, (weights.spec.hidden,), weights.norm, weights.spec.eps))
+    rows = hidden_RH.shape[0]
+    if rows < LEAST_ROWS:
+        hidden_RH = torch.nn.functional.pad(hidden_RH, (0, 0, 0, LEAST_ROWS - rows))
+    return weights.head(_rms_norm(hidden_RH, (weights.spec.hidden,), weights.norm, weights.spec.eps))[:rows]
 
 
-def _plan(spec: ModelSpec, decoding: Decoding | None, chunks: list[Chunk], rotation: Tensor) -> _Plan:
+def _plan(spec: ModelSpec, decoding: Decoding | None, chunks: list[Chunk], rotation: Tensor, spare: int) -> _Plan:
+    unattended = [torch.zeros(spare, spec.heads * spec.head_dim)] if spare else []
     masks = [_causal(chunk.start, len(chunk.ids), spec.heads // spec.kv_heads) for chunk in chunks]
     if decoding is None:
         none = torch.empty(0, dtype=torch.int64)
         return _Plan(
-            decoding=None, rows=0, slots=none, span=0, mask=None, lengths=None, chunks=chunks, chunk_masks=masks, rotation=rotation
+            decoding=None,
+            rows=0,
+            slots=none,
+            span=0,
+            mask=None,
+            lengths=None,
+            chunks=chunks,
+            chunk_masks=masks,
+            rotation=rotation,
+            unattended=unattended,
         )
     positions = torch.tensor(decoding.positions)
     rows = len(decoding.positions)
@@ -118,6 +136,7 @@ def _plan(spec: ModelSpec, decoding: Decoding | None, chunks: list[Chunk], rotat
         chunks=chunks,
         chunk_masks=masks,
         rotation=rotation,
+        unattended=unattended,
     )
 
 
@@ -161,6 +180,7 @@ def _attend(spec: ModelSpec, index: int, q: Tensor, k: Tensor, v: Tensor, plan: 
         out = _sdpa(query, keys[None, :, :end], values[None, :, :end], attn_mask=mask)
         parts.append(out.view(spec.heads, count, spec.head_dim).transpose(0, 1).reshape(count, -1))
         at += count
+    parts += plan.unattended
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
