@@ -6,6 +6,7 @@ Importing does nothing and loads no client, exporter or model library.
 from rllm_trace._collect import EpisodeHandle, collect, current_episode, stats
 from rllm_trace._configure import configure, flush, shutdown
 from rllm_trace._decorators import agent, no_train, tool, workflow
+from rllm_trace._handover import attach_env, child_env
 from rllm_trace._instruments import attach_to, instrument, tracer_provider, uninstrument
 from rllm_trace._propagation import attach, bind, headers
 from rllm_trace._rewards import add_reward, reward
@@ -19,6 +20,7 @@ from rllm_trace.exceptions import (
     UnknownEpisodeError,
     UnknownInstrumentError,
 )
+from rllm_trace.log_filter import LogFilter
 from rllm_trace.types import Choice, Episode, ErrorInfo, Logprobs, ModelCall, Reward, TokenIds, ToolCall, Trajectory, Usage
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Episode",
     "EpisodeHandle",
     "ErrorInfo",
+    "LogFilter",
     "Logprobs",
     "ModelCall",
     "Reward",
@@ -44,8 +47,10 @@ __all__ = [
     "add_reward",
     "agent",
     "attach",
+    "attach_env",
     "attach_to",
     "bind",
+    "child_env",
     "collect",
     "configure",
     "current_episode",

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from rllm_trace._context import current
-from rllm_trace._guard import Outcome, counters, warn_once
+from rllm_trace._guard import Outcome, counters, guard, warn_once
 from rllm_trace._inbox import Episodes, Inbox
 from rllm_trace._plain import from_plain, to_plain
 from rllm_trace._recorder import recorder
@@ -104,4 +104,7 @@ def current_episode() -> EpisodeHandle | None:
 
 def stats() -> dict[Outcome, dict[str, int]]:
     """What became of things so far in this process: outcome (recorded, exported, dropped, failed, late, orphan, faults), kind, count."""
+    for look in recorder.stat_hooks:
+        with guard("stats"):
+            look()
     return counters.snapshot()

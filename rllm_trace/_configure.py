@@ -45,6 +45,7 @@ def configure(
     sample: float = 1.0,
     redact: Redact | None = None,
     settle: float = _SETTLE,
+    processes: bool = False,
 ) -> None:
     """Records every workflow of this process from now on; without ``exporters`` and ``store``, only what ``collect`` and rollouts ask for.
 
@@ -52,11 +53,20 @@ def configure(
     ``capture_content``: whether text and ids may leave for them; None: as each exporter says, for OTLP OpenTelemetry's GenAI variable.
     ``tokens``: whether ids and logprobs are asked for; ``"auto"``: for a store, ``collect`` and rollouts. ``sample``: share of episodes
     that exporters and store get, whole ones. ``redact``: sees a copy of every record that leaves, and returns what may leave of it.
-    ``settle``: seconds that calls may still run after their workflow has returned. Raises ConfigurationError.
+    ``settle``: seconds that calls may still run after their workflow has returned. ``processes``: whether ``multiprocessing`` takes the
+    running workflow along: what its processes and pools record inside one comes home to this process. Raises ConfigurationError.
     """
     exporters = _as_list(exporters)
     has_outlet = bool(exporters) or store is not None
-    _check(tokens=tokens, sample=sample, settle=settle, capture_content=capture_content, redact=redact, service_name=service_name)
+    _check(
+        tokens=tokens,
+        sample=sample,
+        settle=settle,
+        capture_content=capture_content,
+        redact=redact,
+        service_name=service_name,
+        processes=processes,
+    )
     if not has_outlet:
         for option, given in (
             ("service_name", service_name is not None),
@@ -77,6 +87,7 @@ def configure(
         recorder.tokens = None if tokens == "auto" else tokens
         recorder.sample = float(sample)
         recorder.settle = float(settle)
+        _set_processes(processes)
         recorder.check_environment()
         if has_outlet:
             _register_at_exit()
@@ -86,7 +97,8 @@ def flush(timeout: float = 5.0) -> bool:
     """Waits until all that has ended is delivered. True only if it was, in time, and nothing was lost since the last flush."""
     deadline = time.monotonic() + timeout
     delivered = recorder.writer.wait_idle(timeout)
-    for sink in (*recorder.span_sinks, *recorder.episode_sinks):
+    home = () if recorder.home is None else (recorder.home,)
+    for sink in (*recorder.span_sinks, *recorder.episode_sinks, *home):
         in_time = False
         with guard("flush"):
             in_time = sink.flush(max(0.0, deadline - time.monotonic()))
@@ -109,7 +121,23 @@ def shutdown(timeout: float = 5.0) -> bool:
         recorder.refresh()
         recorder.writer.stop()
         remove_all()
+        _set_processes(False)
     return delivered
+
+
+def _set_processes(wanted: bool) -> None:
+    """What is not wanted and was never loaded stays so."""
+    if wanted:
+        from rllm_trace import _handover, _home, _spawning
+
+        _home.address()
+        _handover.preload()
+        _spawning.install()
+        return
+    for name, undo in (("_spawning", "uninstall"), ("_home", "close")):
+        module: Any = sys.modules.get(f"rllm_trace.{name}")
+        if module is not None:
+            getattr(module, undo)()
 
 
 def _close_sinks(timeout: float) -> None:
@@ -126,7 +154,9 @@ def _close_sinks(timeout: float) -> None:
             sink.close()
 
 
-def _check(*, tokens: object, sample: object, settle: object, capture_content: object, redact: object, service_name: object) -> None:
+def _check(
+    *, tokens: object, sample: object, settle: object, capture_content: object, redact: object, service_name: object, processes: object
+) -> None:
     if tokens not in (True, False, "auto"):
         raise ConfigurationError(f"got tokens={tokens!r}; expected True, False or 'auto'")
     if isinstance(sample, bool) or not isinstance(sample, (int, float)) or not 0.0 <= sample <= 1.0:
@@ -137,6 +167,8 @@ def _check(*, tokens: object, sample: object, settle: object, capture_content: o
         raise ConfigurationError(f"got capture_content={capture_content!r}; expected True, False or None")
     if redact is not None and not callable(redact):
         raise ConfigurationError(f"got redact={redact!r}; expected a function from a record (a dict) to what may leave of it")
+    if processes not in (True, False):
+        raise ConfigurationError(f"got processes={processes!r}; expected True or False")
     if service_name is not None and (not isinstance(service_name, str) or not service_name):
         raise ConfigurationError(f"got service_name={service_name!r}; expected a non-empty string")
 

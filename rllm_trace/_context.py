@@ -7,12 +7,15 @@ coroutine closed by the garbage collector, changes nothing there. No token is ke
 
 from __future__ import annotations
 
+import os
+import threading
 from contextvars import ContextVar
 from typing import Any, Final
 
+from rllm_trace import attributes as A
 from rllm_trace._open import OpenEpisode, OpenTrajectory
 
-__all__ = ["Carried", "Scope", "capture", "carried", "carry", "current", "enter", "leave", "restore"]
+__all__ = ["Carried", "Scope", "capture", "carried", "carry", "current", "enter", "inherited", "leave", "restore"]
 
 
 class Scope:
@@ -70,9 +73,39 @@ class Scope:
 _scope: ContextVar[Scope | None] = ContextVar("rllm_scope", default=None)
 
 
+class _Inherited:
+    """What code outside any scope of this process belongs to: nothing, or the workflow whose ``child_env`` the process was started with.
+
+    The environment is read once, the first time that somebody wants to know.
+    """
+
+    def __init__(self) -> None:
+        self.scope: Scope | None = None
+        self.asked = False
+        self._asking = False
+        self._lock = threading.RLock()
+
+    def ask(self) -> Scope | None:
+        with self._lock:
+            if not self.asked and not self._asking:
+                self._asking = True
+                if os.environ.get(A.ENV_CONTEXT):
+                    from rllm_trace._handover import inherit
+
+                    self.scope = inherit()
+                self.asked = True
+            return self.scope
+
+
+inherited: Final = _Inherited()
+
+
 def current() -> Scope | None:
     """Where the running code belongs; None outside any workflow. Its episode may have ended (``episode.closed``)."""
-    return _scope.get()
+    scope = _scope.get()
+    if scope is not None:
+        return scope
+    return inherited.scope if inherited.asked else inherited.ask()
 
 
 def enter(scope: Scope | None) -> Scope | None:

@@ -37,6 +37,10 @@ class OpenTrajectory:
         """0 for the first call of this trajectory, then 1, ..."""
         return next(self._numbers)
 
+    def number_from(self, first: int) -> None:
+        """In another process than the one that began it: the next call here has this number."""
+        self._numbers = itertools.count(first)
+
 
 class Keeper(Protocol):
     """Who is told what becomes of an episode: the recorder."""

@@ -234,6 +234,10 @@ def attach(headers: Mapping[str, str] | Iterable[tuple[Any, Any]]) -> Generator[
     scope: Scope | None = None
     with guard("attach"):
         scope = _scope_of(_plain_headers(headers))
+        if scope is not None:
+            from rllm_trace._instruments import ensure_instrumented
+
+            ensure_instrumented()
     if scope is None:
         yield
         return
@@ -281,19 +285,20 @@ _remote: Final[collections.OrderedDict[str, OpenEpisode]] = collections.OrderedD
 def _remote_episode(episode_id: str, trace_id: str, baggage: Mapping[str, str]) -> OpenEpisode:
     """An episode whose record another process makes; kept for a while, so that the calls of its trajectories are numbered on."""
     episode = _remote.get(episode_id)
-    exported = bool(recorder.on and recorder.span_sinks)
-    if episode is None or episode.exported != exported:
+    has_home = recorder.home is not None
+    exported = bool(recorder.on and recorder.span_sinks) and not has_home
+    if episode is None or (episode.exported, episode.recorded) != (exported, exported or has_home):
         episode = _remote[episode_id] = OpenEpisode(
             recorder,
             id=episode_id,
             trace_id=trace_id,
             span_id=baggage.get(A.TRAJECTORY_ID, ""),
             workflow=baggage.get(A.TRAJECTORY_NAME, ""),
-            recorded=exported,
+            recorded=exported or has_home,
             remote=True,
             exported=exported,
-            wants_tokens=recorder.tokens is True,
-            keeps_content=recorder.content,
+            wants_tokens=recorder.home.tokens if has_home else recorder.tokens is True,
+            keeps_content=has_home or recorder.content,
             task_id=baggage.get(A.TASK_ID),
         )
         while len(_remote) > _MAX_REMOTE:

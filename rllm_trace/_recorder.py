@@ -12,7 +12,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 from rllm_trace import attributes as A
 from rllm_trace._context import current
@@ -102,6 +102,10 @@ class Recorder:
         self.settle = 5.0
         self.child_hooks: list[Callable[[], None]] = []
         """What else a forked child has to do."""
+        self.home: Any = None
+        """The ``Home`` of a process that was started from a workflow of another one; None in all others."""
+        self.stat_hooks: list[Callable[[], None]] = []
+        """Called before the counters are shown."""
         self.rollouts = 0
         """Rollouts that are open."""
         self._random = random.SystemRandom()
@@ -127,7 +131,7 @@ class Recorder:
 
     def refresh(self) -> None:
         """To be called after any change of what there is to record for."""
-        self.on = not self.disabled and bool(self.inboxes or self.rollouts or self.span_sinks or self.episode_sinks)
+        self.on = not self.disabled and bool(self.inboxes or self.rollouts or self.span_sinks or self.episode_sinks or self.home)
 
     def open_inbox(self, inbox: Inbox) -> None:
         with self._lock:
@@ -185,6 +189,11 @@ class Recorder:
     # what becomes of an episode (the Keeper of OpenEpisode)
 
     def ended(self, episode: OpenEpisode, span: Span) -> None:
+        if episode.remote and self.home is not None:
+            _add_identity(span, episode)
+            with guard("home"):
+                self.home.put(span)
+            return
         if episode.exported:
             _add_identity(span, episode)
             for sink in self.span_sinks:

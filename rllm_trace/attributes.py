@@ -174,6 +174,12 @@ REWARD_TARGET: Final = "rllm.reward.target"
 REWARD_TARGET_SPAN: Final = "rllm.reward.target_span_id"
 REWARD_SCOPE: Final = "rllm.reward.scope"
 
+# On a span that is only a word between two processes of ours
+SPAN_RECEIPT: Final = "rllm.receipt"
+RECEIPT: Final = "rllm.receipt.id"
+RECEIPT_LOST: Final = "rllm.receipt.lost"
+"""Spans that were dropped or failed in the process that sends it, int."""
+
 # On spans that an exporter had to cut
 OMITTED_ATTRIBUTES: Final = "rllm.export.omitted_attributes"
 

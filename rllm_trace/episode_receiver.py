@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Self
 
+from rllm_trace import attributes as names
 from rllm_trace._assembly import Assembly
 from rllm_trace._guard import counters, guard
 from rllm_trace._recorder import recorder
@@ -49,6 +50,8 @@ class EpisodeReceiver:
     ) -> None:
         self.episodes: list[Episode] = []
         """Delivered so far; stays empty with ``on_episode``."""
+        self.on_receipt: Callable[[str, int], None] | None = None
+        """(id, spans that were lost there): something that was handed over to another process has run to its end."""
         self._on_episode = on_episode
         self._assembly = Assembly(settle=settle, deadline=deadline)
         self._changed = threading.Condition()
@@ -90,6 +93,15 @@ class EpisodeReceiver:
             self._changed.notify_all()
         self._thread.join(_CLOSE)
 
+    @property
+    def token(self) -> str:
+        """What a sender shows as a bearer token."""
+        return self._receiver.token
+
+    def abandon(self) -> None:
+        """In a forked child: lets go of the parent's sockets, and touches nothing else."""
+        self._receiver.abandon()
+
     def __enter__(self) -> Self:
         return self
 
@@ -100,15 +112,26 @@ class EpisodeReceiver:
         self._receiver.take()
         mine: list[Span] = []
         for span in received:
+            if names.RECEIPT in span.attributes:
+                self._receive_receipt(span)
+                continue
             with guard("received span"):
                 ours = span.ours()
                 if ours is None:
                     counters.add("dropped", "span of another library")
+                elif ours.episode_id in recorder.delivered:
+                    counters.add("late", ours.kind)
                 elif not _taken_by_open_episode(ours):
                     mine.append(ours)
         with self._changed:
             self._assembly.add(mine, time.monotonic())
             self._changed.notify_all()
+
+    def _receive_receipt(self, span: ReceivedSpan) -> None:
+        """A word between two processes of ours, no part of a record."""
+        if self.on_receipt is not None:
+            with guard("receipt"):
+                self.on_receipt(str(span.attributes[names.RECEIPT]), int(span.attributes.get(names.RECEIPT_LOST) or 0))
 
     def _run(self) -> None:
         while True:
@@ -125,6 +148,9 @@ class EpisodeReceiver:
                 return
 
     def _deliver(self, episode: Episode) -> None:
+        if episode.id in recorder.delivered:  # its workflow ran here, and had just ended when these spans came
+            counters.add("late", "span of another process")
+            return
         if self._on_episode is not None:
             with guard("on_episode"):
                 self._on_episode(episode)

@@ -130,6 +130,11 @@ class OTLPReceiver:
         if self._grpc is not None:
             self._grpc.stop(0).wait(_CLOSE)
 
+    def abandon(self) -> None:
+        """In a forked child: closes its copy of the listening socket; the parent's goes on listening."""
+        if self._http is not None:
+            self._http.server_close_socket()
+
     def __enter__(self) -> Self:
         return self
 
@@ -190,6 +195,9 @@ class _HTTPServer(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A sender that hangs up is no news."""
+
+    def server_close_socket(self) -> None:
+        self.socket.close()
 
     def stop(self) -> None:
         self.shutdown()

@@ -61,10 +61,16 @@ class OTLPExporter:
         compression: str | None = None,
         capture_content: bool | None = None,
         tokens: bool = False,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self.wishes = Wishes(capture_content=capture_content, tokens=tokens)
         self.settings = otlp_settings(
-            os.environ, protocol=protocol, endpoint=endpoint, headers=headers, timeout=timeout, compression=compression
+            os.environ if environ is None else environ,
+            protocol=protocol,
+            endpoint=endpoint,
+            headers=headers,
+            timeout=timeout,
+            compression=compression,
         )
         self._encode = _encoder()
         self._transport = _transport(self.settings)

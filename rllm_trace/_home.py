@@ -1,0 +1,119 @@
+"""Where spans of this process's own children arrive: one receiver on loopback with a token, opened when the first of them needs it.
+
+What a child records in a workflow that runs here becomes part of that workflow's record; what comes after its end is late and counted.
+Each thing that is handed over has a number, which comes back when it has run to its end: where a process is gone and its number has not
+come, what it had recorded last is lost, and is counted. Open until ``shutdown`` or the next ``configure``; a forked child closes it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from rllm_trace._context import current
+from rllm_trace._episode import IDLE
+from rllm_trace._guard import counters, guard
+from rllm_trace._handover import Address, live_in
+from rllm_trace._recorder import recorder
+from rllm_trace._spans import sources
+from rllm_trace.episode_receiver import EpisodeReceiver
+from rllm_trace.types import Episode
+
+__all__ = ["address", "close", "expect"]
+
+_MAX_EXPECTED: Final = 10_000
+LOST: Final = "process that ended without a word"
+
+
+class _Home:
+    """The receiver of this process, while there is one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.receiver: EpisodeReceiver | None = None
+        self.expected: dict[str, Callable[[], bool]] = {}
+        """By number: whether what runs there has ended."""
+        self.watches = False
+
+
+_home: Final = _Home()
+
+
+def address() -> Address:
+    """Where the receiver is; opens it. Raises ConfigurationError where it cannot be."""
+    with _home.lock:
+        if _home.receiver is None:
+            _home.receiver = contextvars.Context().run(EpisodeReceiver, on_episode=_keep_nothing)
+            _home.receiver.on_receipt = _received
+        if not _home.watches:
+            _home.watches = True
+            recorder.child_hooks.append(_in_forked_child)
+            recorder.stat_hooks.append(look_for_lost)
+        return Address(endpoint=_home.receiver.http_endpoint, token=_home.receiver.token)
+
+
+def close() -> None:
+    """Stops listening; what comes then is lost, and counted where it was sent."""
+    with _home.lock:
+        receiver, _home.receiver = _home.receiver, None
+    if receiver is not None:
+        with guard("receiver"):
+            receiver.close()
+
+
+def expect(has_ended: Callable[[], bool], home: Address) -> str:
+    """A number for what is handed over. ``has_ended`` says, later, whether nothing more can come of it; it must not keep it alive.
+
+    Its word is awaited only where it is sent: not in a child that hands on what it was given.
+    """
+    number = sources.span_id()
+    with _home.lock:
+        if _home.receiver is None or _home.receiver.token != home.token:
+            return number
+        if len(_home.expected) >= _MAX_EXPECTED:
+            look_for_lost()
+        if len(_home.expected) < _MAX_EXPECTED:
+            _home.expected[number] = has_ended
+    return number
+
+
+def look_for_lost() -> None:
+    """Counts what has ended and did not say so."""
+    with _home.lock:
+        ended = [number for number, has_ended in _home.expected.items() if has_ended()]
+        for number in ended:
+            del _home.expected[number]
+    counters.add("dropped", LOST, len(ended))
+
+
+def forget(number: str) -> bool:
+    """No more is expected of ``number``. False: it has come already."""
+    with _home.lock:
+        return _home.expected.pop(number, None) is not None
+
+
+def _received(number: str, lost: int) -> None:
+    if forget(number):
+        counters.add("dropped", "span of another process", lost)
+
+
+def _keep_nothing(episode: Episode) -> None:
+    """Spans of an episode that is not this process's: there is nobody to give it to."""
+    counters.add("dropped", "episode of another process")
+
+
+def _in_forked_child() -> None:
+    """The child listens to nobody; what it goes on with is recorded by its parent."""
+    receiver, _home.receiver = _home.receiver, None
+    _home.lock = threading.RLock()
+    _home.expected.clear()
+    if receiver is None:
+        return
+    at = Address(endpoint=receiver.http_endpoint, token=receiver.token)
+    with guard("receiver in a forked child"):
+        receiver.abandon()
+    scope = current()
+    if scope is not None and scope is not IDLE and scope.episode.id and not scope.episode.closed:
+        live_in(at)
