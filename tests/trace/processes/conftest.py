@@ -71,7 +71,7 @@ def model() -> Iterator[ScriptedServer]:
 def app(tmp_path: Path, model: ScriptedServer) -> Callable[..., str]:
     """Runs the code, after the app's common part, as a file of its own; gives what it printed."""
 
-    def run(code: str, *args: str, timeout: float = 400) -> str:
+    def run(code: str, *args: str, timeout: float = 240) -> str:
         path = tmp_path / "app_under_test.py"
         path.write_text(APP + code)
         environment = {**os.environ, "APP_MODEL": model.base_url, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}

@@ -39,7 +39,7 @@ assert "rllm_trace" not in sys.modules
 '''
 
 def run(code, n, **env):
-    subprocess.run([sys.executable, "-c", code, str(n)], check=True, timeout=250, **env)
+    subprocess.run([sys.executable, "-c", code, str(n)], check=True, timeout=200, **env)
 
 @rllm.workflow
 def starts():
@@ -84,7 +84,7 @@ print(json.dumps([handle and handle.id, parent, route and [route.model, route.ap
 def child(environment: dict[str, str]) -> Any:
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(
-        [sys.executable, "-c", CONTEXT], env={**environment, **path}, capture_output=True, text=True, timeout=250, check=True
+        [sys.executable, "-c", CONTEXT], env={**environment, **path}, capture_output=True, text=True, timeout=200, check=True
     )
     return json.loads(ran.stdout)
 
@@ -149,7 +149,7 @@ def test_what_comes_after_the_end_is_late_and_no_second_record(model: ScriptedSe
     with rllm.collect() as episodes:
         starts()
     (process,) = processes
-    process.communicate(timeout=250)
+    process.communicate(timeout=200)
     assert process.returncode == 0
     assert [len(episode.calls) for episode in episodes] == [0]
     assert (counters.get("late", "chat"), counters.get("late", "agent")) == (1, 1)
