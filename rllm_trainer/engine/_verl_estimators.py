@@ -102,14 +102,17 @@ def correction(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def _correction_config(asked: str | dict[str, Any]) -> Any:
-    """A preset by name, or verl's fields; only decoupled ones are corrections of old logprobs."""
+    """A preset by name, or verl's fields. The others bypass the recomputation and change the loss: not a correction of rows."""
     if isinstance(asked, dict):
-        return RolloutCorrectionConfig(**asked)
-    preset = getattr(RolloutCorrectionConfig, asked, None)
-    if preset is None or asked.startswith("_"):
-        known = sorted(name for name in dir(RolloutCorrectionConfig) if name.startswith(("decoupled", "disabled")))
-        raise ValueError(f"got correction {asked!r}; verl's presets are {', '.join(known)}")
-    return preset()
+        found = RolloutCorrectionConfig(**asked)
+    else:
+        known = sorted(name for name in dir(RolloutCorrectionConfig) if name.startswith("decoupled_"))
+        if asked not in known:
+            raise ValueError(f"got correction {asked!r}; verl's decoupled presets are {', '.join(known)}")
+        found = getattr(RolloutCorrectionConfig, asked)()
+    if found.bypass_mode or found.rollout_is_batch_normalize:
+        raise ValueError("got a correction with bypass_mode or rollout_is_batch_normalize; expected a decoupled one, weight by weight")
+    return found
 
 
 class _Lines:

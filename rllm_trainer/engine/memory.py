@@ -14,11 +14,12 @@ from typing import Any
 import msgspec
 
 from rllm_trainer.config import Settings
-from rllm_trainer.engine.verl_settings import DEFAULT_MICRO_BATCH_TOKENS
 from rllm_trainer.exceptions import ModelError, SettingError
 
-__all__ = ["MemoryEstimate", "ModelShape", "estimate_memory", "free_memory", "model_shape", "require_memory"]
+__all__ = ["MemoryEstimate", "ModelShape", "estimate_memory", "free_memory", "model_shape", "require_memory", "with_micro_batch"]
 
+_CHOICES = (2048, 1024, 512, 256)
+"""Micro-batch tokens, if the user gives none: large enough that a group's common prompt is computed once, small enough to fit."""
 _FLOAT = 4
 _HIDDEN_PER_LAYER = 14
 """Vectors of hidden size that one layer keeps for its backward pass, per token (norms, queries, keys and values, residuals)."""
@@ -90,7 +91,7 @@ def estimate_memory(shape: ModelShape, settings: Settings, *, longest_row: int |
     Args:
         longest_row: tokens of the longest row; a single row goes through whole even if it exceeds ``micro_batch_tokens``.
     """
-    tokens = max(settings.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS, longest_row or settings.max_model_len or 0)
+    tokens = max(settings.micro_batch_tokens or _CHOICES[0], longest_row or settings.max_model_len or 0)
     trained = shape.parameters if settings.lora is None else shape.layers * settings.lora.r * shape.hidden * _LORA_PER_RANK
     needs_reference = settings.kl_coef > 0 and settings.lora is None
     per_token = shape.layers * (_HIDDEN_PER_LAYER * shape.hidden + _WIDE_PER_LAYER * shape.intermediate)
@@ -120,6 +121,21 @@ def require_memory(shape: ModelShape, settings: Settings, *, available: int, lon
     )
 
 
+def with_micro_batch(shape: ModelShape, settings: Settings, *, available: int) -> Settings:
+    """The settings with ``micro_batch_tokens`` set: as given, or the largest usual one that fits.
+
+    Raises:
+        SettingError: nothing fits; as ``require_memory``.
+    """
+    for tokens in _CHOICES if settings.micro_batch_tokens is None else ():
+        chosen = msgspec.structs.replace(settings, micro_batch_tokens=tokens)
+        if estimate_memory(shape, chosen).total <= available:
+            return chosen
+    least = settings if settings.micro_batch_tokens is not None else msgspec.structs.replace(settings, micro_batch_tokens=_CHOICES[-1])
+    require_memory(shape, least, available=available)
+    return least
+
+
 def free_memory() -> int:
     """Bytes that this process may still take: the machine's, or its control group's if that is less."""
     free = _meminfo_available()
@@ -135,7 +151,7 @@ def free_memory() -> int:
 
 def _remedy(shape: ModelShape, settings: Settings, estimate: MemoryEstimate, available: int) -> str:
     fixed = estimate.total - estimate.activations - estimate.logits
-    tokens = max(settings.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS, settings.max_model_len or 0)
+    tokens = max(settings.micro_batch_tokens or _CHOICES[0], settings.max_model_len or 0)
     per_token = (estimate.activations + estimate.logits) // max(1, tokens)
     fitting = (available - fixed) // max(1, per_token)
     if fitting >= 64:

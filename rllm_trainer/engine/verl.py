@@ -22,8 +22,9 @@ import numpy as np
 from rllm_trainer._child import Child, ChildDied, ChildError, to_array
 from rllm_trainer.advantages.base import Estimates, Units
 from rllm_trainer.config import Settings
+from rllm_trainer.correction import Corrected, Correction
 from rllm_trainer.engine.base import UpdateReport, WeightsFile
-from rllm_trainer.engine.memory import free_memory, model_shape, require_memory
+from rllm_trainer.engine.memory import free_memory, model_shape, with_micro_batch
 from rllm_trainer.engine.verl_batch import pack_rows, pack_token_ids
 from rllm_trainer.engine.verl_settings import child_settings, passed_to_verl
 from rllm_trainer.engine.weights_folder import WeightsFolder
@@ -81,8 +82,8 @@ class VerlEngine:
             SettingError: a setting that verl or this machine cannot honour, memory included.
             EngineError: the process did not come up; the message has its last log lines.
         """
+        settings = with_micro_batch(model_shape(model_path), settings, available=free_memory())
         config = child_settings(settings, model_path, shared_prefix=shared_prefix)
-        require_memory(model_shape(model_path), settings, available=free_memory())
         run_dir.mkdir(parents=True, exist_ok=True)
         meeting = Path(tempfile.mkdtemp(prefix="rllm-meet-")) if ranks > 1 else None
 
@@ -114,7 +115,7 @@ class VerlEngine:
             SettingError: as ``start``.
         """
         model_path = model_path or self._model_path
-        require_memory(model_shape(model_path), settings, available=free_memory())
+        settings = with_micro_batch(model_shape(model_path), settings, available=free_memory())
         self._take(self._call("restart", child_settings(settings, model_path, shared_prefix=shared_prefix), self._timeout)[0])
         self._settings, self._model_path = settings, model_path
 
@@ -166,6 +167,12 @@ class VerlEngine:
         }
         reply = self._call_one("advantages", payload, _SHORT)
         return Estimates(advantages=to_array(reply["advantages"]), totals=to_array(reply["totals"]))
+
+    def correction(self, lengths: Int32, *, old: Float32, recorded: Float32, correction: Correction) -> Corrected:
+        """verl's rollout correction; ``lengths`` (sequences), ``old`` and ``recorded`` (tokens of all sequences)."""
+        payload = {"lengths": lengths, "old_logprobs": old, "recorded_logprobs": recorded, "correction": correction}
+        reply = self._call_one("correction", payload, _SHORT)
+        return Corrected(weights=to_array(reply["weights"]), kept=to_array(reply["kept"]), metrics=reply["metrics"])
 
     def export_weights(self, version: int, *, merged: bool = False) -> WeightsFile:
         """One safetensors file with the current weights, in shared memory if there is room. The newest two files are kept.

@@ -17,10 +17,7 @@ from rllm_trainer.config import Settings
 from rllm_trainer.engine.policy_losses import PolicyLoss, policy_loss
 from rllm_trainer.exceptions import SettingError
 
-__all__ = ["DEFAULT_MICRO_BATCH_TOKENS", "PASSED", "child_settings", "passed_to_verl"]
-
-DEFAULT_MICRO_BATCH_TOKENS = 1024
-"""Small enough for caches and memory of a laptop, large enough that a matrix product pays."""
+__all__ = ["PASSED", "child_settings", "passed_to_verl"]
 
 PASSED: dict[str, frozenset[str]] = {
     "actor": frozenset({"clip_ratio_c", "loss_scale_factor", "policy_loss", "tau_neg", "tau_pos"}),
@@ -89,7 +86,7 @@ def passed_to_verl(settings: Settings) -> dict[str, dict[str, Any]]:
 
 
 def child_settings(settings: Settings, model_path: Path, *, shared_prefix: bool = True) -> dict[str, Any]:
-    """What the engine's process must know, in plain types."""
+    """What the engine's process must know, in plain types; ``micro_batch_tokens`` is set by now."""
     kind = policy_loss(settings.policy_loss, loss_agg=settings.loss_agg)
     passed = passed_to_verl(settings)
     model = dict(passed.get("model", {}))
@@ -113,7 +110,7 @@ def child_settings(settings: Settings, model_path: Path, *, shared_prefix: bool 
         "clip_grad": settings.clip_grad,
         "seed": settings.seed,
         "threads": settings.threads or len(os.sched_getaffinity(0)),
-        "micro_batch_tokens": settings.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS,
+        "micro_batch_tokens": settings.micro_batch_tokens,
         "gradient_checkpointing": checkpointing,
         "shared_prefix": shared_prefix,
         "verl": {section: entries for section, entries in passed.items() if section != "algorithm"},

@@ -1,0 +1,77 @@
+"""Rows sampled by an older or another policy in, rows with verl's rollout correction out.
+
+The decoupled corrections: the recorded logprobs stay the behaviour's, the ratio is taken to logprobs recomputed under the weights as
+they are at the start of the batch, and an importance weight per token (or a rejection: weight 0) makes up for the difference. A
+sequence is a trajectory, however it was cut into rows. Rejected tokens keep their place in the denominator, as verl has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from rllm_trainer.types import Float32, Int32, Mask, Row
+
+__all__ = ["Corrected", "Correction", "Corrector", "correct"]
+
+Correction = str | dict[str, Any]
+"""One of verl's decoupled presets by name, such as ``decoupled_token_is``, or the fields of its RolloutCorrectionConfig."""
+
+
+class Corrected(msgspec.Struct, frozen=True, kw_only=True):
+    """What verl's correction says of the trained tokens, sequences one after another."""
+
+    weights: Float32
+    """(L) importance weights, truncated."""
+    kept: Mask
+    """(L) False where rejection leaves the token out."""
+    metrics: dict[str, float]
+    """verl's, under ``rollout_corr/``."""
+
+
+class Corrector(Protocol):
+    """The engine."""
+
+    def logprobs(self, rows: Sequence[Int32], *, temperatures: Sequence[float], reference: bool = False) -> list[Float32]: ...
+
+    def correction(self, lengths: Int32, *, old: Float32, recorded: Float32, correction: Correction) -> Corrected: ...
+
+
+def correct(rows: Sequence[Row], *, engine: Corrector, correction: Correction) -> tuple[list[Row], dict[str, float]]:
+    """The rows with recomputed ``old_logprobs`` and ``is_weights``, and verl's metrics of the gap.
+
+    Raises:
+        EngineError: verl has no such correction, or refuses its fields.
+    """
+    if not rows:
+        return [], {}
+    samples = [row.sample for row in rows]
+    now = engine.logprobs([s.token_ids for s in samples], temperatures=[s.temperature for s in samples])
+    places: dict[tuple[str, str], list[tuple[int, slice]]] = {}
+    for number, sample in enumerate(samples):
+        for span in sample.spans:
+            if span.trained and span.stop > span.start:
+                places.setdefault((sample.episode_id, span.trajectory_id), []).append((number, slice(span.start, span.stop)))
+    flat = [place for sequence in places.values() for place in sequence]
+    found = engine.correction(
+        np.array([sum(part.stop - part.start for _, part in sequence) for sequence in places.values()], np.int32),
+        old=np.concatenate([now[number][part] for number, part in flat]),
+        recorded=np.concatenate([samples[number].logprobs[part] for number, part in flat]),
+        correction=correction,
+    )
+    weights = [np.zeros(len(sample.token_ids), np.float32) for sample in samples]
+    begin = 0
+    for number, part in flat:
+        end = begin + part.stop - part.start
+        weights[number][part] = found.weights[begin:end] * found.kept[begin:end]
+        begin = end
+    corrected = [
+        msgspec.structs.replace(
+            row, old_logprobs=np.where(np.isfinite(row.sample.logprobs), logprobs, np.nan).astype(np.float32), is_weights=weight
+        )
+        for row, logprobs, weight in zip(rows, now, weights, strict=True)
+    ]
+    return corrected, found.metrics
