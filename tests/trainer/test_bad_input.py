@@ -294,7 +294,7 @@ def test_a_server_that_dies(started, monkeypatch, tmp_path):
             psutil.Process(alive[0].pid).kill()
         return ask(word)
 
-    refused(ServerError, "the local server has ended", app=killer, tmp_path=tmp_path)
+    refused(ServerError, "the local server", app=killer, tmp_path=tmp_path)
 
 
 def test_the_result_of_a_run_that_ended_itself_is_on_file(on_started, tmp_path):
