@@ -21,6 +21,8 @@ from rllm_trace.types import Episode
 
 WORDS = {"plus": operator.add, "minus": operator.sub, "times": operator.mul}
 EXACT = 1e-9
+CLOCK = 0.1
+"""Seconds by which a figure that is rounded may be short."""
 BOOTSTRAP = 0.03
 """How far two bootstraps of the same scores may lie apart at their ends."""
 
@@ -35,6 +37,9 @@ class Run:
         self._lines = [line for line in lines if line["kind"] == "ended"]
         self._episodes = {episode.id: episode for episode in iter_episodes(folder / "episodes.jsonl")}
         self.steps = max(line["step"] for line in self._lines)
+        spans = [(episode.started, episode.ended) for episode in self._episodes.values()]
+        self.seconds = (max(ended for _, ended in spans) - min(started for started, _ in spans)) / 1e9
+        """From the start of the first episode to the end of the last: less than the run took."""
 
     def episodes(self, split: str, step: int) -> dict[tuple[str, int], Episode]:
         """Question and number of the rollout -> its episode."""
@@ -85,7 +90,7 @@ def interval(rises: list[float]) -> list[float]:
 
 
 def figures(run: Run) -> dict[str, Any]:
-    """Every figure but the time, from the episodes alone."""
+    """Every figure but seed and time, from the episodes alone."""
     first, last = run.scores("eval", 0), run.scores("eval", run.steps)
     assert first.keys() == last.keys(), "before and after must score the same questions"
     trained = {question for step in range(1, run.steps + 1) for question, _ in run.episodes("train", step)}
@@ -114,12 +119,30 @@ def mean(scores: dict[str, float]) -> float:
 
 def differences(written: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """One line for each figure that was not found again."""
-    lines: list[str] = []
-    for name, value in found.items():
+    lines = [f"{name}: not among the figures" for name in sorted(written.keys() ^ (found.keys() | {"seconds", "seed"}))]
+    for name in found.keys() & written.keys():
         tolerance = BOOTSTRAP if name == "rise_ci95" else EXACT
-        if not np.allclose(written[name], value, rtol=0, atol=tolerance):
-            lines.append(f"{name}: written {written[name]}, found {value}")
-    return lines + [f"{name}: not among the figures" for name in written.keys() ^ (found.keys() | {"seconds", "seed"})]
+        if not np.allclose(written[name], found[name], rtol=0, atol=tolerance):
+            lines.append(f"{name}: written {written[name]}, found {found[name]}")
+    return lines
+
+
+def contradictions(folder: Path, seed: int) -> list[str]:
+    """One line for each figure of a seed that its run folder does not bear out; of the newest seed ``result.json`` itself is looked at."""
+    run_dir = folder / f"seed-{seed}"
+    run, written, newest = Run(run_dir), read(run_dir / "demo.json"), read(folder / "result.json")
+    lines = differences(written, figures(run))
+    if written.get("seed") != seed:
+        lines.append(f"seed: written {written.get('seed')}, found the folder of seed {seed}")
+    if written.get("seconds", 0.0) < run.seconds - CLOCK:
+        lines.append(f"seconds: written {written.get('seconds')}, found episodes {run.seconds:.1f} s apart")
+    if newest["seed"] == seed and newest != written:
+        lines.append(f"result.json: {newest}, and in the folder of that run {written}")
+    return lines
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
 
 
 def bars(result: dict[str, Any]) -> dict[str, bool]:
@@ -144,12 +167,10 @@ def main() -> int:
     parser.add_argument("--control", action="store_true", help="the interval of the rise must contain 0")
     options = parser.parse_args()
 
-    newest = json.loads((options.folder / "result.json").read_text())["seed"]
     failed = False
-    for seed in options.seeds or [newest]:
-        run_dir = options.folder / f"seed-{seed}"
-        result = json.loads((run_dir / "demo.json").read_text())
-        wrong = differences(result, figures(Run(run_dir)))
+    for seed in options.seeds or [read(options.folder / "result.json")["seed"]]:
+        result = read(options.folder / f"seed-{seed}" / "demo.json")
+        wrong = contradictions(options.folder, seed)
         print("\n".join(wrong) or f"seed {seed}: all figures found again from the episodes; rise {result['after'] - result['before']:.2f}")
         failed |= bool(wrong)
         if options.control:

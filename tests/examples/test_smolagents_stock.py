@@ -120,12 +120,19 @@ def test_the_checker_finds_a_wrong_figure(app: ModuleType, tmp_path: Path, monke
     result = {
         "before": 0.0, "after": 1.0, "rise_ci95": [1.0, 1.0], "greedy_before": 0.0, "greedy_after": 1.0, "format_before": 1.0,
         "format_after": 1.0, "correct_given_format_before": 0.0, "correct_given_format_after": 1.0, "n_eval": 1,
-        "share_multi_call": [1.0, 1.0], "share_multi_span": [0.0, 0.0], "seconds": 1.0, "seed": 0,
+        "share_multi_call": [1.0, 1.0], "share_multi_span": [0.0, 0.0], "seconds": 600.0, "seed": 0,
     }  # fmt: skip
     check = lambda: subprocess.run([sys.executable, FOLDER / "check.py", tmp_path], capture_output=True, text=True, timeout=60, check=False)  # noqa: E731
-    for path in (tmp_path / "result.json", run_dir / "demo.json"):
-        path.write_text(json.dumps(result))
+    write = lambda name, **figures: (tmp_path / name).write_text(json.dumps(result | figures))  # noqa: E731
+    write("result.json")
+    write("seed-0/demo.json")
     assert (done := check()).returncode == 0, done.stdout + done.stderr
-    (run_dir / "demo.json").write_text(json.dumps(result | {"after": 0.9}))
+    write("seed-0/demo.json", after=0.9, seconds=0.0)
+    write("result.json", after=0.9, seconds=0.0)
     done = check()
-    assert (done.returncode, done.stdout.splitlines()[0]) == (1, "after: written 0.9, found 1.0")
+    first, second, *_ = done.stdout.splitlines()
+    assert (done.returncode, first) == (1, "after: written 0.9, found 1.0")
+    assert second.startswith("seconds: written 0.0, found episodes ")
+    write("seed-0/demo.json")
+    done = check()
+    assert (done.returncode, done.stdout.startswith("result.json: {")) == (1, True)
