@@ -15,6 +15,7 @@ import msgspec
 from rllm_trainer.checkpoint import SETTINGS_FILE, new_run_dir, owned, write_json
 from rllm_trainer.config import Settings, SettingsKw, make_settings, table
 from rllm_trainer.evaluation import Evaluation, Evaluator
+from rllm_trainer.exceptions import SettingError
 from rllm_trainer.interrupts import interruptible
 from rllm_trainer.models import resolve_model
 from rllm_trainer.plan import fixed_tasks, limits_of, require_arguments
@@ -128,6 +129,8 @@ def evaluate(
 
 
 def _settings(given: dict[str, Any], *, n: int, own_endpoints: bool) -> Settings:
+    if "resume" in given:
+        raise SettingError(f"resume={given['resume']!r} would have no effect: an evaluation is not continued; leave it out")
     refused = dict.fromkeys(set(Settings.__struct_fields__) - _USED, "evaluate trains nothing")
     if own_endpoints:
         refused |= dict.fromkeys(_ONLY_WITH_A_MODEL, "without a model the app's calls keep their own endpoints")

@@ -91,6 +91,24 @@ def test_a_wrong_model_path(tmp_path):
     refused(ModelError, "config.json", model=tmp_path / "empty", tmp_path=tmp_path)
 
 
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"model": 3}, "got model=3 of type int; expected a Hugging Face model folder"),
+        ({"output_dir": 3}, "got output_dir=3, which is no path"),
+        ({"output_dir": "a\0b"}, "got output_dir='a\\x00b', which is no path"),
+        ({"output_dir": "x" * 300}, f"got output_dir='{'x' * 40}'..., a name too long for a file"),
+        ({"resume": 3}, "got resume=3, which is no path"),
+    ],
+)
+def test_what_is_no_path(tmp_path, monkeypatch, given, words):
+    """A folder that cannot be one is named, with the setting."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TrainerError) as caught:
+        fit(app, ROWS, reward=length, **GIVEN | given)
+    assert words in str(caught.value)
+
+
 def test_an_empty_dataset(tmp_path):
     """No rows, nothing to train on."""
     refused(DatasetError, "dataset: it has no rows; expected at least one", dataset=[], tmp_path=tmp_path)
@@ -145,6 +163,8 @@ def test_evaluate_refuses_what_it_does_not_use(tmp_path):
         evaluate(app, ROWS, reward=length, lr=0.1, output_dir=tmp_path / "run")
     with pytest.raises(SettingError, match="would have no effect: without a model the app's calls keep their own endpoints"):
         evaluate(app, ROWS, reward=length, sampling={"temperature": 1}, output_dir=tmp_path / "run")
+    with pytest.raises(SettingError, match="resume=True would have no effect: an evaluation is not continued"):
+        evaluate(app, ROWS, reward=length, resume=True, output_dir=tmp_path / "run")
 
 
 def test_a_port_in_use(tmp_path):
