@@ -46,7 +46,8 @@ _log = logging.getLogger("rllm_trace")
 class OTLPExporter:
     """An OpenTelemetry SpanExporter. Every argument that is not given comes from the environment, then from the standard's default.
 
-    ``protocol`` is ``"http/protobuf"`` or ``"grpc"``. Content goes only with ``capture_content=True`` here or in ``configure``, or if
+    ``protocol`` is ``"http/protobuf"`` or ``"grpc"``. ``endpoint`` is the whole URL, as in OpenTelemetry's own exporters: over HTTP with
+    its path, such as ``http://127.0.0.1:4318/v1/traces``. Content goes only with ``capture_content=True`` here or in ``configure``, or if
     ``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` says so; ids and logprobs only with ``tokens=True`` beside that.
     Raises ConfigurationError for a setting that cannot be, and names the extra to install if the protocol's packages are missing.
     """

@@ -1,7 +1,7 @@
 """Traces that other tools have kept, as Episodes: ``import_episodes("folder")``.
 
-What they kept is text, so the episodes are not exact and are not trained on as they are; they can be read, scored, and learned from by
-``sft``. Spans of ours that were exported with their tokens are the exception: they come back exact.
+What they kept is text, so the episodes are not exact and are not trained on as they are; they can be read and scored. Spans of ours that
+were exported with their tokens are the exception: they come back exact.
 """
 
 from __future__ import annotations
