@@ -77,7 +77,7 @@ class LocalServer:
         Args:
             model_path: a Hugging Face folder (config.json, safetensors, tokenizer.json).
             run_dir: the server's log is written into it.
-            max_model_len: most tokens of prompt and reply together; None: what the model allows.
+            max_model_len: most tokens of prompt and reply together; None: what model and memory allow.
             threads: torch threads; None: all cores.
             port: on loopback; 0: a free one.
             name: the model's name to clients; None: the folder's.

@@ -110,14 +110,17 @@ def _start(config: LocalConfig, listening: socket.socket) -> dict[str, Any]:
 
 def _lengths(config: LocalConfig, max_positions: int, kv_bytes_per_token: int) -> tuple[int, int]:
     """(longest sequence, tokens of keys and values). A sequence is held twice while it goes over from its prompt to decoding."""
-    max_len = min(config.max_model_len or max_positions, max_positions)
     kv_tokens = config.kv_bytes // kv_bytes_per_token
-    if kv_tokens < 2 * max_len:
+    if config.max_model_len is None:
+        return min(max_positions, kv_tokens // 2), kv_tokens
+    if config.max_model_len > max_positions:
+        raise ValueError(f"got max_model_len {config.max_model_len}; expected at most {max_positions}, which this model was made for")
+    if kv_tokens < 2 * config.max_model_len:
         raise ValueError(
-            f"got kv_bytes {config.kv_bytes}, too little for one sequence of max_model_len {max_len} tokens; "
-            f"expected at least {2 * max_len * kv_bytes_per_token}, or a smaller max_model_len"
+            f"got kv_bytes {config.kv_bytes}, too little for one sequence of max_model_len {config.max_model_len} tokens; "
+            f"expected at least {2 * config.max_model_len * kv_bytes_per_token}, or a smaller max_model_len"
         )
-    return max_len, kv_tokens
+    return config.max_model_len, kv_tokens
 
 
 def _serve_http(loop: asyncio.AbstractEventLoop, service: Any, listening: socket.socket, up: threading.Event) -> None:

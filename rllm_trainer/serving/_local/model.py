@@ -7,16 +7,18 @@ never repeated.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import torch
 from torch import Tensor
 
 from rllm_trainer.serving._local.arena import Arena
 from rllm_trainer.serving._local.kernels import LEAST_ROWS
-from rllm_trainer.serving._local.spec import ModelSpec
+from rllm_trainer.serving._local.spec import ModelSpec, Rope
 from rllm_trainer.serving._local.weights import Layer, Weights
 
-__all__ = ["Chunk", "Decoding", "forward", "logits", "rotations"]
+__all__ = ["Chunk", "Decoding", "forward", "inverse_frequencies", "logits", "rotations"]
 
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 _rms_norm = torch.nn.functional.rms_norm
@@ -65,11 +67,26 @@ class _Plan(msgspec.Struct, kw_only=True, eq=False):
     """Zeros (n, heads * head_dim) for the rows that are only there to make up ``LEAST_ROWS``; empty where there are none."""
 
 
+def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Radians per position of each pair, (head_dim / 2), in float32 step by step as transformers computes them: over hundreds of positions
+    the last bit of a frequency is seen in the logprobs."""
+    plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind != "llama3":
+        return plain
+    wavelength = 2 * math.pi / plain
+    longest, shortest = rope.original_positions / rope.low_freq_factor, rope.original_positions / rope.high_freq_factor
+    slowed = torch.where(wavelength > longest, plain / rope.factor, plain)
+    smooth = (rope.original_positions / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    between = (1 - smooth) * slowed / rope.factor + smooth * slowed
+    return torch.where((wavelength >= shortest) & (wavelength <= longest), between, slowed)
+
+
 def rotations(spec: ModelSpec, positions: int) -> Tensor:
     """Complex rotation of each pair at each position, (positions, head_dim / 2) complex64."""
-    frequencies = torch.tensor(spec.rope.inverse_frequencies(spec.head_dim), dtype=torch.float32)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
-    return torch.polar(torch.ones_like(angles), angles)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse_frequencies(spec.rope, spec.head_dim))
+    return torch.complex(angles.cos(), angles.sin())
 
 
 def forward(weights: Weights, table: Tensor, decoding: Decoding | None, chunks: list[Chunk]) -> Tensor:

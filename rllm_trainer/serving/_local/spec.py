@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,24 +25,6 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_positions: int = 8192
-
-    def inverse_frequencies(self, head_dim: int) -> list[float]:
-        """Radians per position of each pair, shape (head_dim / 2)."""
-        plain = [1.0 / self.theta ** (i / head_dim) for i in range(0, head_dim, 2)]
-        if self.kind == "linear":
-            return [f / self.factor for f in plain]
-        if self.kind == "llama3":
-            return [self._llama3(f) for f in plain]
-        return plain
-
-    def _llama3(self, frequency: float) -> float:
-        wavelength = 2 * math.pi / frequency
-        if wavelength < self.original_positions / self.high_freq_factor:
-            return frequency
-        if wavelength > self.original_positions / self.low_freq_factor:
-            return frequency / self.factor
-        smooth = (self.original_positions / wavelength - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        return (1 - smooth) * frequency / self.factor + smooth * frequency
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
