@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from rllm_trace import _home
 from rllm_trace._context import Carried, capture
@@ -64,7 +64,8 @@ class CarriedRun:
         self._number = number
 
     def __call__(self) -> Any:
-        run: Callable[[], Any] = self._run or functools.partial(type(self._process).run, self._process)
+        kind = cast("Any", type(self._process))
+        run: Callable[[], Any] = self._run or functools.partial(kind.run, self._process)
         with continued(self._handover, self._number):
             return run()
 
@@ -95,8 +96,8 @@ def _wrap_start(original: Callable[[Any], None]) -> Callable[[Any], None]:
         if str(getattr(getattr(self, "_target", None), "__module__", "")).startswith(_OWN_MODULES):
             with _running(_nothing()):
                 return original(self)
-        own: dict[str, Any] = vars(self)
-        before = own.get("run")
+        own: dict[str, Any] = cast("dict[str, Any]", vars(self))
+        before: Any = own.get("run")
         number = _home.expect(_ended(self), handover.home)
         own["run"] = CarriedRun(self, before, handover, number)
         try:

@@ -13,7 +13,7 @@ redirect to a host that is not listed loses what was added. No class of a client
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping
-from typing import Any, Final, cast
+from typing import Any, Final
 from urllib.parse import urljoin, urlsplit
 
 from rllm_trace import attributes as A
@@ -92,12 +92,13 @@ class Hop:
         from requests.adapters import HTTPAdapter
 
         hop = self
+        base: Any = HTTPAdapter
 
-        class Adapter(cast("type[Any]", HTTPAdapter)):
+        class Adapter(base):
             def send(self, request: Any, *args: Any, **kwargs: Any) -> Any:
                 carrying = request.copy()  # a redirect starts from the app's own request again
                 hop.add_to(carrying.headers, carrying.url)
-                response: Any = cast("Any", super()).send(carrying, *args, **kwargs)
+                response: Any = base.send(self, carrying, *args, **kwargs)
                 response.request = request
                 return response
 

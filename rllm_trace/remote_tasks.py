@@ -84,8 +84,8 @@ def _coroutine(function: Callable[..., Any]) -> Callable[..., Any]:
 def _generator(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, rllm_context: Mapping[str, str] | None = None, **kwargs: Any) -> Generator[Any, Any, Any]:
         with attach_env(rllm_context or {}):
-            result: Any = yield from function(*args, **kwargs)
-            return result
+            steps: Generator[Any, Any, Any] = function(*args, **kwargs)
+            return (yield from steps)
 
     return call
 

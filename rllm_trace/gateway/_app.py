@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
+from rllm_trace import attributes as A
 from rllm_trace._calls import Operation
 from rllm_trace._guard import counters
 from rllm_trace.clients._call import Destination
@@ -41,7 +42,7 @@ _OPERATIONS: Final[dict[str, Operation]] = {
 _MESSAGES: Final = "/messages"
 _VERSION: Final = "/v1"
 _CHAT_PATH: Final = "/chat/completions"
-_DROPPED: Final = b"x-rllm-left-out"
+_DROPPED: Final = A.HEADER_LEFT_OUT.encode()
 
 
 class App:

@@ -88,7 +88,7 @@ class Control:
 
 def _given(raw: bytes) -> dict[str, Any]:
     try:
-        given = msgspec.json.decode(raw) if raw.strip() else {}
+        given: Any = msgspec.json.decode(raw) if raw.strip() else {}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refusal(400, f"the body is no JSON ({error})", code="bad_json") from error
     if not isinstance(given, dict):

@@ -76,7 +76,7 @@ class Episodes:
         unknown = sorted(set(given) - _GIVEN)
         if unknown:
             raise Refusal(400, f"got the fields {unknown}; expected some of {sorted(_GIVEN)}", code="unknown_field")
-        metadata = given.get("metadata") or {}
+        metadata: Any = given.get("metadata") or {}
         if not isinstance(metadata, dict):
             raise Refusal(400, f"got metadata of type {type(metadata).__name__}; expected an object", code="bad_metadata")
         trace_id = trace_id or sources.trace_id()

@@ -115,7 +115,7 @@ class Gateway:
         if self._socket is None:
             raise ConfigurationError("the gateway is not running; call start() or use it in a with block")
         host, port = self._socket.getsockname()[:2]
-        shown = {"0.0.0.0": _LOOPBACK, "::": "::1"}.get(host, host)
+        shown = {"0.0.0.0": _LOOPBACK, "::": "::1"}.get(host) or str(host)
         return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
 
     @property

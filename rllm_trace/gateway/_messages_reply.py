@@ -68,7 +68,7 @@ def _stop(finish: Any, stop_reason: Any) -> dict[str, Any]:
 
 def _input(arguments: str) -> dict[str, Any]:
     try:
-        parsed = _decode(arguments) if arguments else {}
+        parsed: Any = _decode(arguments) if arguments else {}
     except msgspec.DecodeError:
         parsed = None
     return cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else {_UNPARSED: arguments}
@@ -189,7 +189,7 @@ class MessageStream:
 
     def _begin(self, chunk: dict[str, Any], out: list[bytes]) -> None:
         self._begun = True
-        start = {
+        start: dict[str, Any] = {
             "id": _id(chunk.get("id")),
             "type": "message",
             "role": "assistant",

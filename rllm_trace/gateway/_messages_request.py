@@ -60,7 +60,7 @@ def _untranslatable(what: str) -> Refusal:
 
 def _list(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in cast("list[Any]", value)):
-        raise Refusal(400, f"got {type(value).__name__} where a list of objects was expected", code="bad_request")
+        raise Refusal(400, f"got {type(cast('object', value)).__name__} where a list of objects was expected", code="bad_request")
     return cast("list[dict[str, Any]]", value)
 
 

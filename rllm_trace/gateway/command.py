@@ -106,7 +106,7 @@ def _gateway(asked: argparse.Namespace, environ: Mapping[str, str]) -> Gateway:
     route = None
     if asked.model:
         key = environ.get(A.ENV_GATEWAY_UPSTREAM_KEY) or "unused"
-        route = Route(base_url=asked.upstream, api_key=key, model=asked.model, constrained="inexact")
+        route = Route(base_url=str(asked.upstream), api_key=key, model=asked.model, constrained="inexact")
     return Gateway(
         upstream=upstream or None,
         anthropic=anthropic or None,

@@ -362,7 +362,7 @@ def test_nothing_is_lost_under_many_swaps(as_started: LocalServer, tiny: Path, t
         while not (done.is_set() and finished):
             body = {**chat(f"stream {seed}", max_tokens=100, ignore_eos=True, seed=seed), "stream": True}
             async with client.stream("POST", "/chat/completions", json=body) as response:
-                chunks = [json.loads(line[6:]) async for line in response.aiter_lines() if line.startswith("data: {")]
+                chunks = [json.loads(line[6:]) for line in (await response.aread()).split(b"\n") if line.startswith(b"data: {")]
             ids = [token for chunk in chunks for choice in chunk["choices"] for token in choice["token_ids"]]
             spans = chunks[-1]["metadata"]["weight_versions"]
             assert len(ids) == spans[-1]["end"] == 100

@@ -60,7 +60,8 @@ def check(episodes: list[Any], count: int) -> None:
     assert len(episodes) == count
     for episode in episodes:
         name = episode.metadata["name"]
-        found = [(call.messages[0]["content"], bytes(call.choices[0].token_ids[:-1]).decode(), call.exact) for call in episode.calls]
+        replies = [bytes(call.choices[0].token_ids.tolist()[:-1]).decode() for call in episode.calls]
+        found = [(call.messages[0]["content"], reply, call.exact) for call, reply in zip(episode.calls, replies, strict=True)]
         assert sorted(found) == [(f"{name}.{turn}", f"{name}.{turn}", True) for turn in range(3)]
 
 
