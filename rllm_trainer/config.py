@@ -238,6 +238,29 @@ _NEEDS: dict[str, tuple[str, Any, str]] = {
 }
 """A setting that only means something where another one is not at its default: (the other, its idle value, what it makes)."""
 
+_UNCLIPPED = ("policy_loss", frozenset({"dro", "gpg", "sapo"}))
+_NOT_READ_BY: dict[str, tuple[str, frozenset[str]]] = {
+    "norm_by_std": (
+        "algorithm",
+        frozenset(
+            {
+                "gpg",
+                "opo",
+                "optimal_token_baseline",
+                "reinforce_plus_plus",
+                "reinforce_plus_plus_baseline",
+                "remax",
+                "rloo",
+                "rloo_vectorized",
+                "tir_optimal_token_baseline",
+            }
+        ),
+    ),
+    "clip_low": _UNCLIPPED,
+    "clip_high": _UNCLIPPED,
+}
+"""A setting that verl's functions of these names do not look at: (the setting that names the function, the names)."""
+
 
 def make_settings(given: Mapping[str, Any], *, refused: Mapping[str, str] | None = None) -> Settings:
     """The table, from what the user gave.
@@ -314,6 +337,11 @@ def _check_together(settings: Settings, given: Mapping[str, Any]) -> None:
         if name in given and getattr(settings, other) == idle:
             raise SettingError(
                 f"{name}={_shown(given[name])} would have no effect: {other}={idle:g} means no {made}; set {other} or leave {name} out"
+            )
+    for name, (chooses, names) in _NOT_READ_BY.items():
+        if name in given and getattr(settings, chooses) in names:
+            raise SettingError(
+                f"{name}={_shown(given[name])} would have no effect: {chooses}={getattr(settings, chooses)!r} does not use it; leave it out"
             )
     if settings.schedule != "constant" and settings.steps is not None and settings.warmup_steps >= settings.steps:
         raise SettingError(

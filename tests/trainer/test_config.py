@@ -56,6 +56,8 @@ def test_max_tokens_is_a_sampling_field():
         ({"max_tokens": 3, "sampling": {"max_tokens": 4}}, "got max_tokens as a setting and inside sampling"),
         ({"kl_in": "loss"}, "kl_in='loss' would have no effect: kl_coef=0 means no KL term"),
         ({"kl_estimator": "k3"}, "kl_estimator='k3' would have no effect"),
+        ({"algorithm": "rloo", "norm_by_std": False}, "norm_by_std=False would have no effect: algorithm='rloo' does not use it"),
+        ({"policy_loss": "gpg", "clip_high": 0.3}, "clip_high=0.3 would have no effect: policy_loss='gpg' does not use it"),
         ({"quorum_grace": 3}, "quorum_grace=3 would have no effect: quorum=1 means no giving up of stragglers"),
         ({"schedule": "cosine", "steps": 4, "warmup_steps": 4}, "leaves no step for the cosine schedule: steps is 4"),
         ({"port": 70000}, "port=70000: expected int <= 65535"),
