@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 
 from rllm_trace.types import Choice, Logprobs, TokenIds, Usage
 
-__all__ = ["aligned", "constraint", "contradiction", "reason_name", "sampling_reason", "tool_choice_constraint"]
+__all__ = ["aligned", "as_ids", "constraint", "contradiction", "reason_name", "sampling_reason", "tool_choice_constraint"]
 
 FAILED: Final = "call failed"
 INCOMPLETE: Final = "reply incomplete"
@@ -23,6 +23,7 @@ NO_CHOICES: Final = "no choices"
 NO_PROMPT_IDS: Final = "prompt ids missing"
 NO_IDS: Final = "token ids missing"
 NO_LOGPROBS: Final = "logprobs missing"
+NOT_AN_ID: Final = "not a token id"
 LOGPROB_GAP: Final = "logprob missing for a token"
 UNALIGNED: Final = "logprobs not aligned with ids"
 NOT_A_LOGPROB: Final = "not a logprob"
@@ -84,6 +85,10 @@ _DISTORTING: Final[dict[str, Callable[[Any], bool]]] = {
 }
 """Fields that make the reported logprobs something else than the policy's, and when each does."""
 
+_IDS_END: Final = 2**31
+_MAX_SHOWN: Final = 60
+"""Characters of a value that is no id."""
+
 _GRAMMARS: Final = (
     "structured_outputs",
     "guided_json",
@@ -137,6 +142,20 @@ def sampling_reason(body: Mapping[str, Any]) -> str | None:
             return f"{SAMPLING}: {field}{detail}"
     forced = constraint(body)
     return None if forced is None else f"{CONSTRAINED}: {forced}"
+
+
+def as_ids(values: Sequence[Any] | None) -> tuple[TokenIds | None, str | None]:
+    """The ids if each value is one (an int32 that is not negative), else None and the first that is none; None for None."""
+    if values is None:
+        return None, None
+    try:
+        ids = TokenIds(values)
+    except (TypeError, OverflowError):
+        ids = None
+    if ids is not None and (not ids or min(ids) >= 0):
+        return ids, None
+    wrong = next(value for value in values if type(value) is not int or not 0 <= value < _IDS_END)
+    return None, f"{NOT_AN_ID}: {str(wrong)[:_MAX_SHOWN]}"
 
 
 def aligned(ids: TokenIds | None, values: Sequence[float | None] | None) -> tuple[Logprobs | None, str | None]:

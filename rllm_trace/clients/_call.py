@@ -21,7 +21,7 @@ from rllm_trace._guard import guard
 from rllm_trace._recorder import recorder
 from rllm_trace._spans import error_info
 from rllm_trace.clients._ask import ask, is_strict, refusals, refused_fields
-from rllm_trace.clients._decode import Keep, Operation, Reply, read_reply
+from rllm_trace.clients._decode import UNREADABLE, Keep, Operation, Reply, read_reply, shown_unread
 from rllm_trace.clients._events import EventReader
 from rllm_trace.clients._onlooker import Onlooker
 from rllm_trace.clients._responses import ResponsesReader, read_response
@@ -209,8 +209,8 @@ class ClientCall:
             if self.operation == "responses":
                 return read_response(raw), raw
             return read_reply(raw, self.keep)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return Reply(fault=_exact.UNREADABLE), raw
+        except UNREADABLE:
+            return Reply(fault=_exact.UNREADABLE), shown_unread(raw, self.keep)
 
     def events(self) -> EventReader | ResponsesReader:
         """A reader for this call's event stream."""

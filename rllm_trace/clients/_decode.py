@@ -1,21 +1,26 @@
 """The raw body of a response in; out come its choices, ids, logprobs and usage, and the body that the app is to see.
 
 The token arrays are skipped when the body is decoded, each is then decoded once, straight into numbers, and neither pydantic nor
-``json`` ever sees one that the app did not ask for. A streamed reply (``_events``) ends in the same ``Reply``, field by field.
+``json`` ever sees one that the app did not ask for, but in a body that nothing else can read. A streamed reply (``_events``) ends in the
+same ``Reply``, field by field.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, cast
 
 import msgspec
 
 from rllm_trace import _exact
-from rllm_trace.clients._cut import VERSION_MARK, CutError, Member, cut, without
+from rllm_trace.clients._cut import IDS, LOGPROBS, METADATA, PROMPT_IDS, VERSION_MARK, CutError, Member, cut, without
 from rllm_trace.types import Choice, Logprobs, TokenIds, Usage
 
-__all__ = ["Keep", "Reply", "read_reply"]
+__all__ = ["UNREADABLE", "Keep", "Reply", "read_reply"]
+
+UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What reading a body raises that is no reply: no JSON, other types, no UTF-8, nested too deeply."""
 
 Operation = Literal["chat", "text_completion", "responses"]
 
@@ -114,16 +119,19 @@ class ChoiceBody(msgspec.Struct, gc=False):
     matched_stop: int | str | None = None
     """SGLang's name of ``stop_reason``."""
 
-    def ids(self) -> list[int] | None:
-        """The sampled ids, under either name."""
+    def ids(self) -> list[Any] | None:
+        """The sampled ids, under either name, as ``ints`` gives them."""
         return ints(self.token_ids or self.response_token_ids)
 
     def logprob_values(self) -> list[float | None] | None:
-        """One number, or None, for each entry."""
+        """One number, or None, for each entry; None where there is no such list."""
         raw = self.logprobs
         if not raw or raw == _NULL:
             return None
-        told = _logprobs(raw)
+        try:
+            told = _logprobs(raw)
+        except msgspec.ValidationError:
+            return None
         entries = told.content if told.content is not None else told.refusal
         return told.token_logprobs if entries is None else [entry.logprob for entry in entries]
 
@@ -148,9 +156,14 @@ read_bodies = msgspec.json.Decoder(list[Body]).decode
 """The same for an array of them."""
 
 
-def ints(raw: msgspec.Raw) -> list[int] | None:
-    """An array of ids; None if it is absent or null."""
-    return _ints(raw) if raw and raw != _NULL else None
+def ints(raw: msgspec.Raw) -> list[Any] | None:
+    """An array of ids; None if it is absent or null. What is no array of integers is one text, which ``as_ids`` refuses."""
+    if not raw or raw == _NULL:
+        return None
+    try:
+        return _ints(raw)
+    except msgspec.ValidationError:
+        return [bytes(raw).decode()]
 
 
 def shown(raw: bytes, body: Body, keep: Keep) -> bytes:
@@ -178,8 +191,31 @@ def shown(raw: bytes, body: Body, keep: Keep) -> bytes:
         return without(raw, ids=not keep.ids, logprobs=not keep.logprobs, versions=not keep.versions)
 
 
+def shown_unread(raw: bytes, keep: Keep) -> bytes:
+    """The same for a ``raw`` that could not be read: by ``json``, as the client reads it; what is no JSON object stays as it is."""
+    if keep.everything:
+        return raw
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        return raw
+    if not isinstance(body, dict):
+        return raw
+    members = cast("dict[str, Any]", body)
+    told = members.get("choices")
+    choices = [cast("dict[str, Any]", item) for item in cast("list[Any]", told) if isinstance(item, dict)] if isinstance(told, list) else []
+    taken = [item.pop(name, None) for item in (members, *choices) for name in (PROMPT_IDS, *IDS) if not keep.ids]
+    for choice in choices:
+        if not keep.logprobs and choice.get(LOGPROBS) is not None:
+            taken.append(choice[LOGPROBS])
+            choice[LOGPROBS] = None
+    if not keep.versions and VERSION_MARK in raw:
+        taken.append(members.pop(METADATA, None))
+    return raw if all(value is None for value in taken) else json.dumps(members).encode()
+
+
 def read_reply(raw: bytes, keep: Keep) -> tuple[Reply, bytes]:
-    """The reply in an unstreamed body, and the body without what the app did not ask for. Raises ``msgspec.DecodeError``."""
+    """The reply in an unstreamed body, and the body without what the app did not ask for. Raises one of ``UNREADABLE``."""
     body = read_body(raw)
     choices: list[Choice] = []
     fault: str | None = None
@@ -207,7 +243,7 @@ def read_reply(raw: bytes, keep: Keep) -> tuple[Reply, bytes]:
 def _choice(choice: ChoiceBody) -> tuple[Choice, str | None]:
     message = choice.message or Message(content=choice.text)
     ids = choice.ids()
-    token_ids = None if ids is None else TokenIds(ids)
+    token_ids, wrong = _exact.as_ids(ids)
     logprobs, fault = _exact.aligned(token_ids, choice.logprob_values())
     record = make_choice(
         index=choice.index,
@@ -220,7 +256,7 @@ def _choice(choice: ChoiceBody) -> tuple[Choice, str | None]:
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason if choice.stop_reason is not None else choice.matched_stop,
     )
-    return record, fault
+    return record, wrong or fault
 
 
 def make_choice(
@@ -267,14 +303,14 @@ def _text_of(content: Any) -> str | None:
     return "".join(str(part.get("text") or "") for part in parts)
 
 
-def prompt_of(reported: Sequence[list[int] | None]) -> tuple[TokenIds | None, str | None]:
+def prompt_of(reported: Sequence[list[Any] | None]) -> tuple[TokenIds | None, str | None]:
     """The prompt's ids out of everywhere that a server reports them; they must be the same everywhere."""
     there = [ids for ids in reported if ids]
     if not there:
         return None, None
     if any(ids != there[0] for ids in there[1:]):
         return None, _exact.PROMPT_IDS_DIFFER
-    return TokenIds(there[0]), None
+    return _exact.as_ids(there[0])
 
 
 def version_spans(metadata: msgspec.Raw) -> list[tuple[int, int, int]] | None:

@@ -10,10 +10,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-import msgspec
-
 from rllm_trace.clients._cut import VERSION_MARK
-from rllm_trace.clients._decode import Keep, Reply, read_bodies, read_body, shown
+from rllm_trace.clients._decode import UNREADABLE, Keep, Reply, read_bodies, read_body, shown, shown_unread
 from rllm_trace.clients._gather import Gathered
 
 __all__ = ["EventReader"]
@@ -124,7 +122,7 @@ class EventReader:
         later, self._later = b"".join(self._later), []
         try:
             self._gathered.take(read_bodies(b"[" + later[6:-2].replace(b"\n\ndata: ", b",") + b"]"))
-        except (msgspec.DecodeError, UnicodeDecodeError):  # something else stood between them
+        except UNREADABLE:  # something else stood between them
             for event in later.split(b"\n\n"):
                 if event:
                     self._read(event, show=False)
@@ -153,9 +151,9 @@ class EventReader:
         try:
             body = read_body(data)
             self._gathered.take((body,))
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNREADABLE:
             self._gathered.unreadable = True
-            return data
+            return shown_unread(data, self._keep) if show and self._strips else data
         if not show or not self._strips:
             return data
         if body.usage is not None and not body.choices and not self._keep.usage_chunk:

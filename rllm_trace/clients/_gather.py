@@ -24,7 +24,7 @@ from rllm_trace.clients._decode import (
     tool_call,
     version_spans,
 )
-from rllm_trace.types import Choice, TokenIds
+from rllm_trace.types import Choice
 
 __all__ = ["Gathered"]
 
@@ -38,7 +38,7 @@ class _Growing:
         self.text: list[str] = []
         self.reasoning: list[str] = []
         self.refusal: list[str] = []
-        self.ids: list[int] | None = None
+        self.ids: list[Any] | None = None
         self.logprobs: list[float | None] = []
         self.no_logprobs = True
         self.tools: dict[int, dict[str, Any]] = {}
@@ -85,7 +85,7 @@ class _Growing:
             _merge(self.function_call, delta.function_call)
 
     def choice(self, index: int) -> tuple[Choice, str | None]:
-        token_ids = None if self.ids is None else TokenIds(self.ids)
+        token_ids, wrong = _exact.as_ids(self.ids)
         logprobs, fault = _exact.aligned(token_ids, None if self.no_logprobs else self.logprobs)
         record = make_choice(
             index=index,
@@ -98,7 +98,7 @@ class _Growing:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
-        return record, fault
+        return record, wrong or fault
 
 
 _WHOLE: Final = frozenset({"id", "type", "index"})
@@ -126,7 +126,7 @@ class Gathered:
 
     def __init__(self) -> None:
         self._choices: dict[int, _Growing] = {}
-        self._prompts: list[list[int] | None] = []
+        self._prompts: list[list[Any] | None] = []
         self._usage: UsageBody | None = None
         self._versions: list[tuple[int, int, int]] | None = None
         self._id: str | None = None

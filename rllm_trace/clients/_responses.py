@@ -10,8 +10,8 @@ from typing import Any, Final, cast
 import msgspec
 
 from rllm_trace import _exact
-from rllm_trace.clients._decode import Reply, error_of, make_choice
-from rllm_trace.types import TokenIds, Usage
+from rllm_trace.clients._decode import UNREADABLE, Reply, error_of, ints, make_choice
+from rllm_trace.types import Usage
 
 __all__ = ["ResponsesReader", "read_response"]
 
@@ -26,8 +26,8 @@ class _Response(msgspec.Struct, gc=False):
     output: list[dict[str, Any]] | None = None
     usage: dict[str, Any] | None = None
     error: Any = None
-    prompt_token_ids: list[int] | None = None
-    token_ids: list[int] | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+    token_ids: msgspec.Raw = msgspec.Raw()
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -64,7 +64,7 @@ def _reply(body: _Response) -> Reply:
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             tools.append({"type": "function", "id": item.get("call_id"), "function": function})
-    token_ids = TokenIds(body.token_ids) if body.token_ids else None
+    token_ids, wrong = _exact.as_ids(ints(body.token_ids))
     aligned, fault = _exact.aligned(token_ids, logprobs or None)
     choice = make_choice(
         index=0,
@@ -77,7 +77,7 @@ def _reply(body: _Response) -> Reply:
         finish_reason=body.status,
         stop_reason=None,
     )
-    prompt_ids = TokenIds(body.prompt_token_ids) if body.prompt_token_ids else None
+    prompt_ids, prompt_wrong = _exact.as_ids(ints(body.prompt_token_ids))
     usage = _usage(body.usage)
     return Reply(
         choices=[choice],
@@ -85,7 +85,7 @@ def _reply(body: _Response) -> Reply:
         usage=usage,
         response_id=body.id,
         response_model=body.model,
-        fault=fault or _exact.contradiction([choice], prompt_ids, usage),
+        fault=prompt_wrong or wrong or fault or _exact.contradiction([choice], prompt_ids, usage),
         finished=body.status in ("completed", "incomplete"),
         error=error_of(body.error),
     )
@@ -132,7 +132,11 @@ class ResponsesReader:
         data = b"\n".join([line[5:].lstrip() for line in event.split(b"\n") if line[:5] == b"data:"])
         if not data.startswith(b"{"):
             return
-        parsed = _event(data)
+        try:
+            parsed = _event(data)
+        except UNREADABLE:
+            self._reply.fault = _exact.UNREADABLE
+            return
         if parsed.type in _ENDS and parsed.response is not None:
             self._reply = _reply(parsed.response)
             self.done = True

@@ -11,7 +11,7 @@ from rllm_trace._calls import Operation, open_call
 from rllm_trace._context import enter, leave
 from rllm_trace._guard import guard
 from rllm_trace.clients._call import ClientCall, Destination
-from rllm_trace.clients._decode import Reply
+from rllm_trace.clients._decode import UNREADABLE, Reply
 from rllm_trace.gateway._binding import Bound
 from rllm_trace.gateway._client import ClientGoneError
 from rllm_trace.gateway._messages_read import MessagesReader, read_message
@@ -63,7 +63,7 @@ class MessagesCall(GatewayCall):
     def read(self, raw: bytes) -> tuple[Reply, bytes]:
         try:
             return read_message(raw), raw
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNREADABLE:
             return Reply(fault=_exact.UNREADABLE), raw
 
     def events(self) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 import msgspec
 
 from rllm_trace import _exact
-from rllm_trace.clients._decode import Reply, error_of, make_choice
+from rllm_trace.clients._decode import UNREADABLE, Reply, error_of, make_choice
 from rllm_trace.types import Usage
 
 __all__ = ["MessagesReader", "read_message"]
@@ -146,7 +146,7 @@ class MessagesReader:
             return
         try:
             told = _event(data)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNREADABLE:
             self._unreadable = True
             return
         if told.type == "message_start" and told.message is not None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rllm_trace._wire import Reply as Scripted
 from rllm_trace._wire import ReplyChoice, stream_events, whole_body
 from rllm_trace.clients._cut import CutError, cut, without
-from rllm_trace.clients._decode import Keep, Reply, read_body, read_reply, shown
+from rllm_trace.clients._decode import Keep, Reply, read_body, read_reply, shown, shown_unread
 from rllm_trace.clients._events import EventReader
 from rllm_trace.types import Usage
 
@@ -230,3 +230,70 @@ def test_comments_event_names_and_several_data_lines_are_understood() -> None:
     data = head + b'data:{"id":"r",\ndata:"choices":[{"index":0,"delta":{"content":"a"},"token_ids":[5]}]}\n\ndata:[DONE]\n\n'
     assert reader.feed(data) == head + b'data: {"id":"r",\ndata: "choices":[{"index":0,"delta":{"content":"a"}}]}\n\ndata:[DONE]\n\n'
     assert (reader.reply().choices[0].token_ids, reader.reply().choices[0].text, reader.done) == ([5], "a", True)
+
+
+TWO_TOKENS: Any = {
+    "prompt_token_ids": [1, 2],
+    "choices": [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "hi"},
+            "token_ids": [3, 4],
+            "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -0.25}]},
+            "finish_reason": "stop",
+        }
+    ],
+    "usage": {"prompt_tokens": 2, "completion_tokens": 2},
+}
+
+
+def told(token_ids: str, prompt: str = "[1, 2]") -> bytes:
+    """A whole body that tells these as its ids."""
+    return json.dumps(TWO_TOKENS).replace("[3, 4]", token_ids).replace("[1, 2]", prompt).encode()
+
+
+@pytest.mark.parametrize(
+    "token_ids,reason",
+    [
+        ("[3, -1]", "not a token id: -1"),
+        ("[3, 2147483648]", "not a token id: 2147483648"),
+        ("[3, 4.5]", "not a token id: [3, 4.5]"),
+        ('["3", "4"]', 'not a token id: ["3", "4"]'),
+        ("[true, false]", "not a token id: [true, false]"),
+        ('{"0": 3}', 'not a token id: {"0": 3}'),
+    ],
+)
+def test_what_is_no_token_id_is_named_and_the_rest_is_read(token_ids: str, reason: str) -> None:
+    """Streamed or not, sampled or the prompt's: the reply has its text, no ids there, the reason, and the app sees nothing added."""
+    reply, shown_body = read_reply(told(token_ids), STRIP)
+    assert (reply.fault, reply.choices[0].text, reply.choices[0].token_ids) == (reason, "hi", None)
+    assert b"token_ids" not in shown_body
+    reply, _ = read_reply(told("[3, 4]", token_ids), STRIP)
+    assert (reply.fault, reply.choices[0].token_ids, reply.prompt_token_ids) == (reason, [3, 4], None)
+    event = told(token_ids).replace(b'"message"', b'"delta"')
+    reader = EventReader(STRIP)
+    assert b"token_ids" not in reader.feed(b"data: " + event + b"\n\n")
+    assert (reader.reply().fault, reader.reply().choices[0].text) == (reason, "hi")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        json.dumps(TWO_TOKENS | {"score": float("nan")}).encode(),
+        json.dumps(TWO_TOKENS | {"id": 5}).encode(),
+        json.dumps(TWO_TOKENS | {"usage": "none"}).encode(),
+        b"\xef\xbb\xbf" + json.dumps(TWO_TOKENS).encode(),
+    ],
+)
+def test_a_body_that_cannot_be_read_shows_nothing_added_either(body: bytes) -> None:
+    """NaN, other types, a byte order mark: the client's ``json`` reads them, so the app gets them, without what it did not ask for."""
+    expected = json.loads(body)
+    del expected["prompt_token_ids"], expected["choices"][0]["token_ids"]
+    expected["choices"][0]["logprobs"] = None
+    assert repr(json.loads(shown_unread(body, STRIP))) == repr(expected)
+
+
+@pytest.mark.parametrize("body", [b"<html>no</html>", b"", b"[1]", b'{"a":' * 100_000])
+def test_what_is_no_json_object_is_passed_on(body: bytes) -> None:
+    """There is nothing of ours in it."""
+    assert shown_unread(body, STRIP) is body
