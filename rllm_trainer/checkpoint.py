@@ -6,6 +6,7 @@ the schedule and all seeds are functions of the step, so a state is small; weigh
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -96,20 +97,20 @@ class Checkpoints:
             return None
 
 
-def new_run_dir(output_dir: Path | None, *, name: str, resume: bool | Path) -> Path:
+def new_run_dir(output_dir: str | Path | None, *, name: str, resume: bool | str | Path) -> Path:
     """The folder of this run, made if it is new.
 
     Raises:
-        CheckpointError: it holds a run that was not asked to be continued, or none where one was.
+        CheckpointError: it holds a run that was not asked to be continued, or none where one was; or it is no path.
     """
-    if isinstance(resume, Path):
-        output_dir = resume
+    if not isinstance(resume, bool):
+        output_dir = _path("resume", resume, "True, or the folder of the run to continue")
     if output_dir is None:
         if resume:
             raise CheckpointError("resume=True needs output_dir=, the folder of the run to continue; or give that folder as resume=")
         output_dir = Path("runs") / f"{_slug(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
         output_dir = _free(output_dir)
-    run_dir = output_dir.absolute()
+    run_dir = _path("output_dir", output_dir, "the folder of the run").absolute()
     if resume and not (run_dir / SETTINGS_FILE).exists():
         raise CheckpointError(f"{run_dir} holds no run to continue; leave resume out to start one there")
     if not resume and _holds_run(run_dir):
@@ -177,6 +178,18 @@ def _holds_run(run_dir: Path) -> bool:
     """Whether anything was collected or saved there; a run that ended while it started left nothing to lose."""
     rollouts = run_dir / ROLLOUTS_FILE
     return (rollouts.exists() and rollouts.stat().st_size > 0) or any((run_dir / _FOLDER).glob("step-*"))
+
+
+def _path(setting: str, given: Any, expected: str) -> Path:
+    """The folder that a setting names. Raises ``CheckpointError`` for what no folder can be named."""
+    try:
+        Path(given).stat()
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"got {setting}={given!r}, which is no path ({error}); expected {expected}") from error
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise CheckpointError(f"got {setting}={str(given)[:40]!r}..., a name too long for a file; give a shorter one") from error
+    return Path(given)
 
 
 def _slug(name: str) -> str:

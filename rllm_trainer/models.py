@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 import zipfile
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -49,6 +50,8 @@ ENV_CACHE: Final = "XDG_CACHE_HOME"
 MAKE_TIMEOUT: Final = 900.0
 """Seconds for a download or a conversion, and for another process that is at it."""
 
+_EXPECTED: Final = f"expected a Hugging Face model folder, a hub name 'owner/name', or one of {', '.join(EMBEDDED)}"
+
 Say = Callable[[str], None]
 
 
@@ -58,6 +61,9 @@ def resolve_model(name_or_path: str | os.PathLike[str] | None = None, *, say: Sa
     ``say`` gets a sentence before anything that takes more than a moment. Raises ``ModelError`` with what to do.
     """
     say = say or _quiet
+    given: Any = name_or_path
+    if not isinstance(given, (str, os.PathLike, types.NoneType)):
+        raise ModelError(f"got model={given!r} of type {type(given).__name__}; {_EXPECTED}")
     name = DEFAULT_MODEL if name_or_path is None else os.fspath(name_or_path)
     folder = Path(name).expanduser()
     if name in EMBEDDED and not folder.is_dir():
@@ -66,10 +72,7 @@ def resolve_model(name_or_path: str | os.PathLike[str] | None = None, *, say: Sa
         return _checked(folder)
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return _from_hub(name, say)
-    raise ModelError(
-        f"got model={name!r}, which is no folder here; "
-        f"expected a Hugging Face model folder, a hub name 'owner/name', or one of {', '.join(EMBEDDED)}"
-    )
+    raise ModelError(f"got model={name!r}, which is no folder here; {_EXPECTED}")
 
 
 def cache_folder() -> Path:

@@ -100,10 +100,9 @@ def plan_run(ask: Ask, report: Report) -> RunPlan:
     model = resolve_model(ask.model, say=report.note)
     child_settings(settings, model)  # refuses what the engine cannot honour
     memory = require_memory(model_shape(model), settings, available=free_memory())
-    resume = Path(ask.resume) if isinstance(ask.resume, (str, Path)) else bool(ask.resume)
-    run_dir = new_run_dir(Path(ask.output_dir) if ask.output_dir is not None else None, name=name, resume=resume)
+    run_dir = new_run_dir(ask.output_dir, name=name, resume=ask.resume)
     fingerprint = _fingerprint(tasks, settings, model)
-    found = Checkpoints(run_dir, settings.keep).latest() if resume else None
+    found = Checkpoints(run_dir, settings.keep).latest() if ask.resume else None
     if found is not None:
         require_same(found[0].fingerprint, fingerprint)
     state = State(steps=steps, fingerprint=fingerprint) if found is None else msgspec.structs.replace(found[0], steps=steps)
@@ -117,7 +116,7 @@ def plan_run(ask: Ask, report: Report) -> RunPlan:
         model=model,
         run_dir=run_dir,
         state=state,
-        resumed=bool(resume),
+        resumed=bool(ask.resume),
         checkpoint=None if found is None else found[1],
         facts=facts,
         rows=table(settings, ask.given),
