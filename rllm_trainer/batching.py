@@ -24,7 +24,7 @@ from rllm_trainer.config import LossAgg, Settings
 from rllm_trainer.exceptions import SettingError
 from rllm_trainer.types import Batch, Float32, Row
 
-__all__ = ["make_batch", "make_batches"]
+__all__ = ["make_batch", "make_batches", "require_scale_factor"]
 
 _TrajectoryKey = tuple[str, str]
 """Episode id, trajectory id."""
@@ -99,6 +99,12 @@ def _denominator(settings: Settings, lengths: Counter[_TrajectoryKey]) -> float:
             return float(max(1, len(lengths)))
         case "seq-mean-token-sum-norm":
             return max(1, len(lengths)) * _scale_factor(settings)
+
+
+def require_scale_factor(settings: Settings) -> None:
+    """Raises ``SettingError`` where the aggregation needs a ``loss_scale_factor`` that is not given."""
+    if settings.loss_agg == "seq-mean-token-sum-norm":
+        _scale_factor(settings)
 
 
 def _scale_factor(settings: Settings) -> float:

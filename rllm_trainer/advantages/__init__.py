@@ -1,7 +1,7 @@
 """Groups of scored rollouts and their rows in, rows with an advantage on every trained token out."""
 
 from rllm_trainer.advantages.base import Estimates, Estimator, Rule, Units
+from rllm_trainer.advantages.crediting import CreditCounters, Credited, credit
 from rllm_trainer.advantages.rules import RULES, rule_named
-from rllm_trainer.credit import CreditCounters, Credited, credit
 
 __all__ = ["RULES", "CreditCounters", "Credited", "Estimates", "Estimator", "Rule", "Units", "credit", "rule_named"]

@@ -1,4 +1,4 @@
-"""The rules by name: verl's, and those that a user has registered with verl under a name of their own."""
+"""The rules by name, as verl names them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from rllm_trainer.correction import Corrected, Correction
 from rllm_trainer.engine.base import UpdateReport, WeightsFile
 from rllm_trainer.engine.memory import free_memory, model_shape, with_micro_batch
 from rllm_trainer.engine.verl_batch import pack_rows, pack_token_ids
-from rllm_trainer.engine.verl_settings import child_settings, passed_to_verl
+from rllm_trainer.engine.verl_settings import child_settings, passed_to_verl, require_supported
 from rllm_trainer.engine.weights_folder import WeightsFolder
 from rllm_trainer.exceptions import CheckpointError, EngineError
 from rllm_trainer.types import Batch, Float32, Int32
@@ -82,6 +82,7 @@ class VerlEngine:
             SettingError: a setting that verl or this machine cannot honour, memory included.
             EngineError: the process did not come up; the message has its last log lines.
         """
+        require_supported(settings)
         settings = with_micro_batch(model_shape(model_path), settings, available=free_memory())
         config = child_settings(settings, model_path, shared_prefix=shared_prefix)
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -115,6 +116,7 @@ class VerlEngine:
             SettingError: as ``start``.
         """
         model_path = model_path or self._model_path
+        require_supported(settings)
         settings = with_micro_batch(model_shape(model_path), settings, available=free_memory())
         self._take(self._call("restart", child_settings(settings, model_path, shared_prefix=shared_prefix), self._timeout)[0])
         self._settings, self._model_path = settings, model_path

@@ -13,11 +13,13 @@ from typing import Any, cast
 
 import msgspec
 
+from rllm_trainer.advantages.rules import rule_named
+from rllm_trainer.batching import require_scale_factor
 from rllm_trainer.config import Settings
 from rllm_trainer.engine.policy_losses import PolicyLoss, policy_loss
 from rllm_trainer.exceptions import SettingError
 
-__all__ = ["PASSED", "child_settings", "passed_to_verl"]
+__all__ = ["PASSED", "child_settings", "passed_to_verl", "require_supported"]
 
 PASSED: dict[str, frozenset[str]] = {
     "actor": frozenset({"clip_ratio_c", "loss_scale_factor", "policy_loss", "tau_neg", "tau_pos"}),
@@ -83,6 +85,17 @@ def passed_to_verl(settings: Settings) -> dict[str, dict[str, Any]]:
     kind = policy_loss(settings.policy_loss, loss_agg=settings.loss_agg)
     _check_needs(kind, passed)
     return passed
+
+
+def require_supported(settings: Settings) -> None:
+    """Refuse what could only fail later, once rollouts have been paid for.
+
+    Raises:
+        SettingError: the algorithm, the policy loss, their aggregation or an entry for verl cannot be honoured.
+    """
+    rule_named(settings.algorithm)
+    passed_to_verl(settings)
+    require_scale_factor(settings)
 
 
 def child_settings(settings: Settings, model_path: Path, *, shared_prefix: bool = True) -> dict[str, Any]:

@@ -125,6 +125,8 @@ def find_units(groups: Iterable[Group], replies: Mapping[ReplyKey, Reply], count
         for role in roles:
             members = [(r, [t for t in _episode(r).trajectories if t.name == role and t.calls]) for r in scored]
             members = [(rollout, trajectories) for rollout, trajectories in members if trajectories]
+            if not any(by_trajectory.get((_episode(r).id, t.id)) for r, trajectories in members for t in trajectories):
+                continue  # another model's role, or one of which nothing can be trained
             if any(t.reward is not None for _, trajectories in members for t in trajectories):
                 units += _trajectory_units(group.task_id, role, members, by_trajectory, counts)
             else:

@@ -17,11 +17,11 @@ import numpy as np
 
 from rllm_trainer.advantages.base import Estimator, Rule, Units
 from rllm_trainer.advantages.rules import rule_named
+from rllm_trainer.advantages.units import Level, Reply, ReplyKey, Unit, find_replies, find_units
 from rllm_trainer.config import Settings
 from rllm_trainer.exceptions import SettingError
 from rllm_trainer.samples import SampleSet
 from rllm_trainer.types import Float32, Group, Row, Sample, SpanCredit
-from rllm_trainer.units import Level, Reply, ReplyKey, Unit, find_replies, find_units
 
 __all__ = ["CreditCounters", "Credited", "credit"]
 
