@@ -44,6 +44,7 @@ class CarriedTask:
         if self._values is not None:
             with _running(self._values):
                 return self.__wrapped__(*args, **kwargs)
+        install()  # a spawned process begins without it, and may start processes of its own
         with continued(self._handover, self._number):
             return self.__wrapped__(*args, **kwargs)
 
@@ -66,6 +67,7 @@ class CarriedRun:
     def __call__(self) -> Any:
         kind = cast("Any", type(self._process))
         run: Callable[[], Any] = self._run or functools.partial(kind.run, self._process)
+        install()
         with continued(self._handover, self._number):
             return run()
 
