@@ -259,6 +259,12 @@ def workflow(
     own also inside another workflow. ``session_id``: a string, or a function of the workflow's arguments that gives one.
     ``metadata``: plain values for each of its episodes. Raises ConfigurationError for what cannot be decorated.
     """
+    if not isinstance(cast("Any", session_id), (str, types.NoneType)) and not callable(session_id):
+        raise ConfigurationError(
+            f"got session_id={session_id!r}; expected a string, or a function of the workflow's arguments that gives one"
+        )
+    if not isinstance(cast("Any", metadata), (Mapping, types.NoneType)):
+        raise ConfigurationError(f"got metadata={metadata!r}; expected a dict of plain values, such as metadata={{'team': 'shop'}}")
     kind = WorkflowKind(name=checked_name("workflow", name), new_episode=new_episode, session_id=session_id, metadata=dict(metadata or {}))
     if function is None:
         return lambda wrapped: wrap(wrapped, kind)

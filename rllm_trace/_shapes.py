@@ -44,6 +44,9 @@ def _shaped(function: Callable[..., Any], like: Callable[..., Any], kind: Kind) 
     """The wrapper of the same shape as ``function``; looks like ``like``, and tells what decorated it as ``_rllm_kind``."""
     make = next((make for is_shape, make in _SHAPES if is_shape(function)), _function)
     call: Any = functools.wraps(like)(make(function, kind))
+    for name in set(dir(like)).difference(dir(call)):
+        if not name.startswith("__"):  # such as ``cache_clear`` of functools.cache
+            setattr(call, name, getattr(like, name))
     call._rllm_kind = kind
     return call
 

@@ -300,6 +300,8 @@ def _convert(given: Mapping[str, Any]) -> Settings:
         raise SettingError(
             f"replaces={values['replaces']!r}: got a string, expected a list of model names: replaces=[{values['replaces']!r}]"
         )
+    if values.get("replaces") == []:
+        raise SettingError("replaces=[] names no model, so no call would go to the policy; leave it out to replace all of them")
     if isinstance(values.get("lora"), Mapping):
         values["lora"] = dict(cast("Mapping[str, Any]", values["lora"]))
         for name in values["lora"]:

@@ -217,7 +217,7 @@ class Attempt:
                     task = self._lane().submit(_result_of(value), context.copy())
                     self._tasks.append(task)
                     value = task.done.result()
-            except Exception as raised:
+            except BaseException as raised:  # a reward that exits, too, is the reward's fault
                 raise RewardError(f"the reward {function.name} raised {describe(raised)}") from raised
             episode = with_rewards(episode, read_value(function, value, given=given_rewards(episode)))
         return episode

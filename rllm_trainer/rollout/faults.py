@@ -12,6 +12,7 @@ from typing import cast
 
 import msgspec
 
+from rllm_trace._spans import error_info
 from rllm_trace.exceptions import RllmError
 from rllm_trace.types import Episode, ModelCall
 from rllm_trainer.types import Fault
@@ -80,7 +81,7 @@ def leaves_gradient(fault: Fault | None) -> bool:
 
 def describe(error: BaseException) -> str:
     """``ValueError: text``, cut to a line."""
-    text = " ".join(str(error).split())
+    text = " ".join(error_info(error).message.split())
     text = text if len(text) <= _LONGEST_MESSAGE else text[: _LONGEST_MESSAGE - 3] + "..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import shutil
 import socket
+import sys
 import threading
 
 import openai
@@ -263,6 +264,7 @@ def _both_models(word):
         (lambda output: float("nan"), "got nan; return a finite number"),
         (lambda output: "good", "got 'good' of type str; return a finite number"),
         (lambda output: 1 / 0, "raised ZeroDivisionError: division by zero"),
+        (lambda output: sys.exit(3), "the reward <lambda> raised SystemExit: 3"),
     ],
 )
 def test_a_reward_that_is_none(on_started, tmp_path, reward, words):

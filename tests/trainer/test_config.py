@@ -52,6 +52,7 @@ def test_max_tokens_is_a_sampling_field():
         ({"lora": {"rank": 8}}, "lora: got the unknown setting 'rank'; the settings are alpha, r, targets"),
         ({"lora": {"r": 0}}, "lora.r={'r': 0}: expected int >= 1"),
         ({"replaces": "gpt-4o"}, "got a string, expected a list of model names: replaces=['gpt-4o']"),
+        ({"replaces": []}, "replaces=[] names no model, so no call would go to the policy"),
         ({"steps": 3, "epochs": 1}, "got steps=3 and epochs=1; expected one of them"),
         ({"max_tokens": 3, "sampling": {"max_tokens": 4}}, "got max_tokens as a setting and inside sampling"),
         ({"kl_in": "loss"}, "kl_in='loss' would have no effect: kl_coef=0 means no KL term"),

@@ -144,3 +144,13 @@ def test_descriptions_are_one_line():
     assert describe(ValueError("a\n  b")) == "ValueError: a b"
     assert describe(ValueError()) == "ValueError"
     assert len(describe(ValueError("x" * 1000))) == len("ValueError: ") + 300
+
+
+def test_an_error_without_a_readable_message_is_told_by_its_name():
+    """An exception whose text cannot be made is still the app's, not the runner's."""
+
+    class Mute(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    assert describe(Mute()) == "Mute: <its message cannot be read>"

@@ -216,6 +216,23 @@ def test_what_cannot_be_decorated_is_refused_with_what_to_do() -> None:
         rllm.agent("")
     with pytest.raises(rllm.ConfigurationError, match="got '' as the name of a workflow"):
         rllm.workflow(name="")
+    with pytest.raises(rllm.ConfigurationError, match="got session_id=3; expected a string, or a function"):
+        rllm.workflow(session_id=3)  # type: ignore[call-overload]
+    with pytest.raises(rllm.ConfigurationError, match="got metadata=3; expected a dict"):
+        rllm.workflow(metadata=3)  # type: ignore[call-overload]
+
+
+def test_a_cached_function_keeps_its_cache() -> None:
+    """What ``functools.cache`` adds to a function is there on the decorated one, and the cache is the same."""
+
+    @rllm.workflow
+    @functools.cache
+    def double(x: int) -> int:
+        return 2 * x
+
+    assert (double(3), double(3), double.cache_info().hits) == (6, 6, 1)
+    double.cache_clear()
+    assert double.cache_info().currsize == 0
 
 
 def test_a_generator_keeps_send_throw_close_and_its_return_value(call: Any) -> None:
