@@ -7,7 +7,7 @@ WORKERS ?= 2
 DEMO := examples/smolagents_stock
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-seeds demo-control test test-cluster check format wheel clean
+.PHONY: help setup demo demo-seeds demo-control test test-openai3 test-cluster check format wheel clean
 
 help:  ## Say what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -29,8 +29,20 @@ demo-control: setup  ## The demo with lr=0: its interval must contain 0
 	@$(BIN)/python $(DEMO)/run.py --seed $(SEED) --lr 0 --out runs/demo-control
 	@$(BIN)/python $(DEMO)/check.py runs/demo-control --control
 
-test: setup  ## Run the test suite
+test: setup test-openai3  ## Run the test suite, and the client's part of it on openai 3.x too
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not vllm and not cluster" tests
+
+# Strands holds the main environment at openai 2.x (httpx); 3.x speaks through httpx2.
+OPENAI3 := .venv-openai3
+CLIENT_TESTS := $(wildcard tests/trace/test_client_*.py) tests/trace/test_routing.py tests/trace/test_testing.py tests/trace/core/test_end_to_end.py
+
+$(OPENAI3)/.done: pyproject.toml | setup
+	@$(BIN)/python -m uv venv --quiet --clear --seed --python $(BIN)/python $(OPENAI3)
+	@$(OPENAI3)/bin/python tools/install_all.py . "openai>=3,<4" pytest pytest-timeout pytest-xdist hypothesis
+	@touch $@
+
+test-openai3: $(OPENAI3)/.done  ## Run the client's tests on openai 3.x, in an environment of its own
+	@$(OPENAI3)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(CLIENT_TESTS)
 
 test-cluster: setup  ## Run the tests that start Ray
 	@$(BIN)/python -m pytest -m cluster tests
@@ -51,4 +63,4 @@ wheel: setup  ## Build the wheel, through the source distribution, into dist/
 	@$(BIN)/python -m build --outdir dist .
 
 clean:  ## Remove .venv, builds and caches; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(OPENAI3) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis

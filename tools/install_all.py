@@ -1,9 +1,12 @@
-"""Installs this checkout with all that its tests and examples use, around the torch that is there: ``install_all.py FOLDER[EXTRAS]``.
+"""Installs this checkout with all that its tests and examples use, around the torch that is there.
+
+    install_all.py FOLDER[EXTRAS] [REQUIREMENT ...]
 
 uv settles the set in seconds, where pip gives up on it after minutes of trying older releases. It reads none of pip's settings, so the
 package index, further indexes, folders of wheels and certificates that pip is set up with are handed on.
 """
 
+import contextlib
 import importlib.metadata
 import os
 import subprocess
@@ -27,8 +30,10 @@ def main() -> int:
     environment = dict(os.environ)
     if cert := settings.get("cert"):
         environment.setdefault("SSL_CERT_FILE", cert)
-    torch = f"torch=={importlib.metadata.version('torch')}"
-    return subprocess.run([*command, torch, "--editable", sys.argv[1]], env=environment, check=False).returncode
+    wanted = ["--editable", *sys.argv[1:]]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        wanted.append(f"torch=={importlib.metadata.version('torch')}")
+    return subprocess.run([*command, *wanted], env=environment, check=False).returncode
 
 
 def pip_settings() -> dict[str, str]:
