@@ -123,7 +123,7 @@ class VerlTrainer:
         found = self._forward_backward(payload)
         self._require_gradients()
         gradients = {
-            name: _verl_state.whole(parameter.grad).float().numpy()
+            name: _verl_state.whole(parameter.grad).float().cpu().numpy()
             for name, parameter in self._worker.engine.module.named_parameters()
             if parameter.requires_grad
         }

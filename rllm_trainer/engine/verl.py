@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +275,8 @@ class VerlEngine:
     def _per_token(self, method: str, rows: Sequence[Int32], temperatures: Sequence[float], *, reference: bool) -> list[Float32]:
         if len(rows) != len(temperatures):
             raise ValueError(f"got {len(rows)} rows and {len(temperatures)} temperatures; expected one for each row")
+        if any(not temperature > 0 for temperature in temperatures):
+            raise ValueError(f"got temperature {min(temperatures)}; logprobs are defined above 0 only")
         for number, row in enumerate(rows):
             if not len(row) or int(row.min()) < 0 or int(row.max()) >= self.vocab_size:
                 raise ValueError(
@@ -292,7 +294,11 @@ class VerlEngine:
         if len(self._children) == 1:
             return [self._call_one(method, payload, timeout)]
         futures = [self._pool.submit(child.call, method, payload, timeout) for child in self._children]
+        wait(futures, return_when=FIRST_EXCEPTION)  # a rank that failed will not meet the others, which would wait for it
+        failed = next((future for future in futures if future.done() and future.exception() is not None), None)
         try:
+            if failed is not None:
+                failed.result()
             return [future.result() for future in futures]
         except (ChildDied, ChildError, TimeoutError) as error:
             raise EngineError(f"the engine failed in {method!r}: {error}") from error

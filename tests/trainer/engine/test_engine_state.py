@@ -302,6 +302,8 @@ def test_what_would_have_no_effect_is_refused(fresh: Any, given: dict[str, Any],
 
 def test_ids_outside_the_vocabulary_are_refused(fresh: Any) -> None:
     """An id that the model does not know is an error here, not a crash in the engine's process."""
+    with pytest.raises(ValueError, match="above 0 only"):
+        fresh().logprobs([np.array([1, 2], np.int32)], temperatures=[0.0])
     with pytest.raises(ValueError, match="outside 0"):
         fresh().logprobs([np.array([1, 5000], np.int32)], temperatures=[1.0])
 
@@ -312,23 +314,35 @@ import numpy as np
 from pathlib import Path
 from rllm_trainer.config import make_settings
 from rllm_trainer.engine.verl import VerlEngine
+from rllm_trainer.exceptions import EngineError
 
 random.seed(1); np.random.seed(1)
 before = (dict(os.environ), random.getstate(), np.random.get_state()[1].tolist(), [signal.getsignal(n) for n in (2, 13, 15, 17)])
-for _ in range(2):
+for number in range(2):
     with VerlEngine.start(Path(sys.argv[1]), make_settings({"threads": 1}), Path(sys.argv[2]), device="cpu") as engine:
         pids = [child.pid for child in engine._children]
         engine.logprobs([np.arange(5, dtype=np.int32)], temperatures=[1.0])
+        weights = engine._weights.path
+        if number:
+            os.kill(pids[0], 9)
+            try:
+                engine.export_weights(1)
+                raise SystemExit("a dead engine answered")
+            except EngineError as error:
+                assert "killed by SIGKILL" in str(error) and "engine.log" in str(error), error
 after = (dict(os.environ), random.getstate(), np.random.get_state()[1].tolist(), [signal.getsignal(n) for n in (2, 13, 15, 17)])
 assert before == after, "the app's process was changed"
 assert not {"torch", "verl", "ray", "transformers"} & set(sys.modules), "the app's process imported a giant"
 assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "a process is left"
-assert not list(Path("/dev/shm").glob(f"{engine._weights.path.name}*")), "weights are left"
+assert not weights.exists(), "weights are left"
 """
 
 
 @pytest.mark.timeout(600)
 def test_the_apps_process_is_left_alone(tiny: Path, tmp_path: Path) -> None:
-    """Two engines in a row: environment, random states, signal handlers and modules as before; no process and no file is left."""
+    """Two engines in a row: environment, random states, signal handlers and modules as before; no process and no file is left.
+
+    The second is killed: the next call is an error with the engine's last log lines.
+    """
     done = subprocess.run([sys.executable, "-c", ALONE, str(tiny), str(tmp_path)], capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stderr
