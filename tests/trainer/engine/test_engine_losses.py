@@ -32,8 +32,8 @@ def test_losses_are_verls(fresh: Any, make_row: Any, name: str, agg: str) -> Non
     if name == "dro":
         actor["policy_loss"] = {"dro_beta": 0.1}
     given: dict[str, Any] = {"policy_loss": name, "loss_agg": agg, "verl": {"actor": actor}}
-    clip = {} if name in UNCLIPPED else {"clip_low": 0.15, "clip_high": 0.25}
-    given |= clip
+    if name not in UNCLIPPED:
+        given |= {"clip_low": 0.15, "clip_high": 0.25}
     engine = fresh(**given)
     advantages = [1.0, -0.5, 0.7, -1.2]
     rows: list[Row] = []
@@ -66,8 +66,8 @@ def _verls(engine: Any, rows: list[Row], name: str, agg: str, given: dict[str, A
         strategy="fsdp2",
         rollout_n=1,
         use_dynamic_bsz=True,
-        clip_ratio_low=clip.get("clip_low", 0.2),
-        clip_ratio_high=clip.get("clip_high", 0.2),
+        clip_ratio_low=given.get("clip_low", 0.2),
+        clip_ratio_high=given.get("clip_high", 0.2),
         policy_loss=PolicyLossConfig(loss_mode=name, **given["verl"]["actor"].get("policy_loss", {})),
     )
     config.global_batch_info.update(dp_size=1, batch_num_tokens=sum(LENGTHS), global_batch_size=len(LENGTHS), loss_scale_factor=SCALE)
