@@ -6,7 +6,7 @@ or a call. U = units, L = trained tokens of all units, one unit after another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -32,6 +32,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """What it takes besides scores: each reward by name, or the sum of squared probabilities at each token."""
     refused: str | None = None
     """Why it cannot be used here."""
+    function: Callable[[Units], Float32] | None = None
+    """A user's own rule: units in, (L) advantages out, run here. None: verl's estimator, run in the engine's process."""
 
 
 class Units(msgspec.Struct, frozen=True, kw_only=True):

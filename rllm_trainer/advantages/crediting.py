@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from rllm_trainer.advantages.base import Estimator, Rule, Units
+from rllm_trainer.advantages.base import Estimates, Estimator, Rule, Units
 from rllm_trainer.advantages.rules import rule_named
 from rllm_trainer.advantages.units import Level, Reply, ReplyKey, Unit, find_replies, find_units
 from rllm_trainer.config import Settings
@@ -145,7 +145,7 @@ def _estimated(
         sum_pi_squared=_sum_pi_squared(rule, chosen, replies, rows, estimator),
         components=_components(chosen) if "components" in rule.needs else {},
     )
-    found = estimator.estimate(rule.name, given)
+    found = _own_rule(rule, given) if rule.function is not None else estimator.estimate(rule.name, given)
     parts = np.split(found.advantages, np.cumsum(lengths)[:-1])
     by_group: dict[str, list[float]] = {}
     for unit, total in zip(chosen, found.totals.tolist(), strict=True):
@@ -153,6 +153,18 @@ def _estimated(
     spread.update(by_group)
     still = {group for group, totals in by_group.items() if max(totals) == min(totals)} if rule.inert_without_spread else set[str]()
     return {number: np.zeros_like(part) if units[number].group in still else part for number, part in zip(numbers, parts, strict=True)}
+
+
+def _own_rule(rule: Rule, units: Units) -> Estimates:
+    assert rule.function is not None
+    advantages = np.asarray(rule.function(units), np.float32)
+    expected = int(units.lengths.sum())
+    if advantages.shape != (expected,) or not np.isfinite(advantages).all():
+        raise SettingError(
+            f"algorithm={rule.name!r} gave {advantages.shape} advantages, or some that are not finite; expected ({expected},), one for each "
+            "trained token, units one after another"
+        )
+    return Estimates(advantages=advantages, totals=units.scores)
 
 
 def _rows(

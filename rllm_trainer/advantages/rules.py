@@ -23,7 +23,7 @@ from rllm_trainer.advantages import (
 from rllm_trainer.advantages.base import Rule
 from rllm_trainer.exceptions import SettingError
 
-__all__ = ["RULES", "rule_named"]
+__all__ = ["RULES", "register", "rule_named"]
 
 _MODULES: tuple[ModuleType, ...] = (
     gae,
@@ -41,7 +41,23 @@ _MODULES: tuple[ModuleType, ...] = (
     rloo_vectorized,
     tir_optimal_token_baseline,
 )
-RULES: dict[str, Rule] = {module.RULE.name: module.RULE for module in _MODULES}
+_OF_VERL: dict[str, Rule] = {module.RULE.name: module.RULE for module in _MODULES}
+RULES: dict[str, Rule] = dict(_OF_VERL)
+"""verl's, and those that ``register`` was given."""
+
+
+def register(rule: Rule) -> Rule:
+    """Make a rule of one's own known under its name: ``register(Rule(name="mine", function=..., ...))``, then ``algorithm="mine"``.
+
+    Raises:
+        SettingError: it has no function, or verl has an estimator of that name.
+    """
+    if rule.function is None:
+        raise SettingError(f"rule {rule.name!r} has no function; expected one from Units to advantages, one for each trained token")
+    if rule.name in _OF_VERL:
+        raise SettingError(f"verl has an estimator {rule.name!r}; give your rule another name")
+    RULES[rule.name] = rule
+    return rule
 
 
 def rule_named(name: str) -> Rule:

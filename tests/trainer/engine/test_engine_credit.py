@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from rllm_trace.types import Reward, Trajectory
-from rllm_trainer.advantages import RULES, Units, credit
+from rllm_trainer.advantages import RULES, Rule, Units, credit, register, rules
 from rllm_trainer.config import make_settings
 from rllm_trainer.engine.verl import VerlEngine
 from rllm_trainer.exceptions import SettingError
@@ -216,6 +217,26 @@ def test_kl_in_the_loss_gives_rows_their_reference(process: VerlEngine) -> None:
     assert trained(rows) == [[0.5, 0.5], [-0.5]]
     found = process.logprobs([rows[0].sample.token_ids], temperatures=[1.0])[0]
     np.testing.assert_allclose(rows[0].ref_logprobs, found, rtol=0, atol=1e-5)
+
+
+def test_a_rule_of_ones_own(process: VerlEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registered by name, given units, asked for one advantage a trained token; verl's names are taken."""
+    monkeypatch.setattr(rules, "RULES", dict(RULES))
+
+    def above_half(units: Units) -> Any:
+        return np.repeat(units.scores - 0.5, units.lengths)
+
+    rule = register(Rule(name="above_half", summary="Score minus a half.", grouped=False, inert_without_spread=False, function=above_half))
+    group = Group(task_id="t", rollouts=[rollout(one_call("a", [5, 6]), 1.0), rollout(one_call("b", [7]), 0.25)])
+    assert trained(credited(process, [group], algorithm="above_half")) == [[0.5, 0.5], [-0.25]]
+    short = msgspec.structs.replace(rule, name="short", function=lambda units: units.scores)
+    register(short)
+    with pytest.raises(SettingError, match="one for each trained token"):
+        credited(process, [group], algorithm="short")
+    with pytest.raises(SettingError, match="another name"):
+        register(msgspec.structs.replace(rule, name="grpo"))
+    with pytest.raises(SettingError, match="no function"):
+        register(msgspec.structs.replace(rule, function=None))
 
 
 @pytest.mark.parametrize("name, says", [("gae", "critic"), ("remax", "greedy"), ("ppo", "choose one of")])
