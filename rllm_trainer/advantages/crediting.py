@@ -161,7 +161,7 @@ def _own_rule(rule: Rule, units: Units) -> Estimates:
     expected = int(units.lengths.sum())
     if advantages.shape != (expected,) or not np.isfinite(advantages).all():
         raise SettingError(
-            f"algorithm={rule.name!r} gave {advantages.shape} advantages, or some that are not finite; expected ({expected},), one for each "
+            f"algorithm={rule.name!r} gave {advantages.shape} advantages, or not all finite; expected ({expected},), one for each "
             "trained token, units one after another"
         )
     return Estimates(advantages=advantages, totals=units.scores)
