@@ -48,6 +48,7 @@ class Target(msgspec.Struct, kw_only=True):
     base_url: str
     api_key: str
     pid: int
+    log: Path
 
 
 class Round(msgspec.Struct, kw_only=True):
@@ -65,10 +66,10 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         local = LocalServer.start(model, run_dir=folder, threads=options.threads, name=MODEL_NAME, max_model_len=options.max_model_len)
         stack.callback(local.close)
-        targets = [Target(name="local", base_url=local.base_url, api_key=local.api_key, pid=local.pid)]
+        targets = [Target(name="local", base_url=local.base_url, api_key=local.api_key, pid=local.pid, log=folder / "server.log")]
         if options.vllm:
             targets.append(stack.enter_context(_vllm(options, model, folder)))
-        results = {concurrency: _compare(targets, concurrency, options) for concurrency in CONCURRENCY}
+        results = {concurrency: _compare(targets, concurrency, options) for concurrency in options.concurrency}
         report = {
             "threads": options.threads,
             "prompt_words": options.prompt_words,
@@ -90,6 +91,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt-words", type=int, default=120)
     parser.add_argument("--reply-tokens", type=int, default=64)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=CONCURRENCY, choices=CONCURRENCY)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--stream", action="store_true", help="ask for streamed replies")
     parser.add_argument("--out", default=None, help="write the report to this file too")
@@ -137,7 +139,7 @@ async def _ask(target: Target, prompts: list[str], concurrency: int, options: ar
     gate = asyncio.Semaphore(concurrency)
     async with httpx.AsyncClient(base_url=target.base_url, headers=headers, timeout=600, trust_env=False) as client:
 
-        async def one(index: int, prompt: str) -> int:
+        async def one(prompt: str) -> int:
             body: dict[str, Any] = {
                 "model": MODEL_NAME,
                 "messages": [{"role": "user", "content": prompt}],
@@ -145,18 +147,19 @@ async def _ask(target: Target, prompts: list[str], concurrency: int, options: ar
                 "ignore_eos": True,
                 "logprobs": True,
                 "return_token_ids": True,
-                "seed": index,
-            }
+            }  # no seed: vLLM 0.32.0 on the CPU dies of seeded requests in larger batches
             async with gate:
                 if options.stream:
                     return await _streamed(client, body)
                 response = await client.post("/chat/completions", json=body)
-                response.raise_for_status()
+                if response.status_code != 200:
+                    tail = "\n".join(target.log.read_text().splitlines()[-40:])
+                    raise SystemExit(f"{target.name} answered {response.status_code}: {response.text}\n{tail}")
                 choice = response.json()["choices"][0]
                 assert len(choice["token_ids"]) == len(choice["logprobs"]["content"])
                 return len(choice["token_ids"])
 
-        return sum(await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts))))
+        return sum(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
 
 async def _streamed(client: httpx.AsyncClient, body: dict[str, Any]) -> int:
@@ -214,7 +217,7 @@ def _vllm(options: argparse.Namespace, model: Path, folder: Path) -> Iterator[Ta
     with (folder / "vllm.log").open("w") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True, cwd=folder)
     try:
-        target = Target(name="vllm", base_url=f"http://127.0.0.1:{port}/v1", api_key=key, pid=process.pid)
+        target = Target(name="vllm", base_url=f"http://127.0.0.1:{port}/v1", api_key=key, pid=process.pid, log=folder / "vllm.log")
         _wait(lambda: _answers(target), process, folder / "vllm.log")
         yield target
     finally:
