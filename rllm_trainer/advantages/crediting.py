@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -81,78 +83,207 @@ def credit(
     Raises:
         SettingError: an unknown or refused rule; a role without one; a group that mixes tasks.
     """
-    algorithm = settings.algorithm if algorithm is None else algorithm
     sample_sets = [samples[r.episode.id] for g in groups for r in g.rollouts if r.episode is not None and r.episode.id in samples]
-    task_of = {r.episode.id: g.task_id for g in groups for r in g.rollouts if r.episode is not None}
     rows = [sample for sample_set in sample_sets for sample in sample_set.samples]
     replies = find_replies(sample_sets, rows)
     counts: Counter[str] = Counter()
-    units = find_units(groups, replies, counts, by_step=by_step)
-    reference = _reference_logprobs(rows, settings, estimator)
-    advantages: dict[int, Float32] = {}
-    sizes = Counter(unit.group for unit in units)
-    spread: dict[str, list[float]] = {}
-    for (name, _), numbers in _batches(units, algorithm).items():
-        rule = rule_named(name)
-        alone = [number for number in numbers if rule.grouped and sizes[units[number].group] == 1]
-        compared = [number for number in numbers if number not in set(alone)]
-        advantages.update({number: np.zeros(_length(units[number], replies), np.float32) for number in alone})
-        advantages.update(_estimated(rule, compared, units, replies, rows, reference, estimator, settings, spread))
-    credited = Credited(_rows(rows, task_of, units, advantages, replies, algorithm, reference, settings))
-    credited.counters = _counters(units, replies, rows, sizes, spread, counts)
+    case = _Case(
+        settings=settings,
+        estimator=estimator,
+        algorithm=settings.algorithm if algorithm is None else algorithm,
+        samples=rows,
+        tasks={r.episode.id: g.task_id for g in groups for r in g.rollouts if r.episode is not None},
+        replies=replies,
+        units=find_units(groups, replies, counts, by_step=by_step),
+        reference=_reference_logprobs(rows, settings, estimator),
+    )
+    estimates = case.estimates()
+    credited = Credited(case.rows(estimates.advantages))
+    credited.counters = case.counters(estimates, counts)
     return credited
 
 
-def _batches(units: Sequence[Unit], algorithm: Algorithm) -> dict[tuple[str, Level], list[int]]:
-    """Units that one call of an estimator sees: one rule, one level (rewards of calls and of episodes are different things)."""
-    found: dict[tuple[str, Level], list[int]] = {}
-    for number, unit in enumerate(units):
-        found.setdefault((_rule_of(unit.role, algorithm), unit.level), []).append(number)
-    return found
+class _Estimated(msgspec.Struct, frozen=True, kw_only=True):
+    advantages: list[Float32]
+    """For each unit, one entry a token of its line."""
+    totals: dict[str, list[float]]
+    """Group -> scores of its units, KL penalties included; groups of one are not here where the rule compares."""
 
 
-def _rule_of(role: str, algorithm: Algorithm) -> str:
-    if isinstance(algorithm, str):
-        return algorithm
-    if role not in algorithm:
-        raise SettingError(
-            f"algorithm names no rule for role {role!r}; it has {', '.join(sorted(algorithm))}: add one for every role that is trained"
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """One batch to be credited."""
+
+    settings: Settings
+    estimator: Estimator
+    algorithm: Algorithm
+    samples: Sequence[Sample]
+    tasks: Mapping[str, str]
+    """Episode id -> task id."""
+    replies: Mapping[ReplyKey, Reply]
+    units: Sequence[Unit]
+    reference: Sequence[Float32] | None
+    """For each row, if there is a KL term."""
+
+    def estimates(self) -> _Estimated:
+        """Every unit's advantages: one run of an estimator for each rule and level."""
+        found = _Estimated(advantages=[np.zeros(self._length(unit), np.float32) for unit in self.units], totals={})
+        sizes = Counter(unit.group for unit in self.units)
+        runs: dict[tuple[str, Level], list[int]] = {}
+        for number, unit in enumerate(self.units):
+            runs.setdefault((self._rule_of(unit.role), unit.level), []).append(number)
+        for (name, _), numbers in runs.items():
+            rule = rule_named(name)
+            compared = [number for number in numbers if not rule.grouped or sizes[self.units[number].group] > 1]
+            if compared:
+                self._run(rule, compared, found)
+        return found
+
+    def _run(self, rule: Rule, numbers: Sequence[int], found: _Estimated) -> None:
+        units = [self.units[number] for number in numbers]
+        given = self._given(rule, units)
+        estimates = _own_rule(rule, given) if rule.function is not None else self.estimator.estimate(rule.name, given)
+        for unit, total in zip(units, estimates.totals.tolist(), strict=True):
+            found.totals.setdefault(unit.group, []).append(total)
+        parts = np.split(estimates.advantages, np.cumsum(given.lengths)[:-1])
+        for number, unit, part in zip(numbers, units, parts, strict=True):
+            if not (rule.inert_without_spread and _all_equal(found.totals[unit.group])):
+                found.advantages[number] = part
+
+    def _given(self, rule: Rule, units: Sequence[Unit]) -> Units:
+        penalised = self.reference is not None and self.settings.kl_in == "reward"
+        squares: Float32 | None = None
+        if "sum_pi_squared" in rule.needs:
+            ids, temperatures = [s.token_ids for s in self.samples], [s.temperature for s in self.samples]
+            squares = self._line(units, self.estimator.sum_pi_squared(ids, temperatures=temperatures))
+        return Units(
+            lengths=np.array([self._length(unit) for unit in units], np.int32),
+            scores=np.array([unit.score for unit in units], np.float32),
+            groups=[unit.group for unit in units],
+            old_logprobs=self._line(units, [sample.logprobs for sample in self.samples]),
+            ref_logprobs=self._line(units, self.reference) if penalised and self.reference is not None else None,
+            sum_pi_squared=squares,
+            components=_components(units) if "components" in rule.needs else {},
         )
-    return algorithm[role]
 
+    def rows(self, advantages: Sequence[Float32]) -> list[Row]:
+        """The samples with their tokens' advantages, and what gave them."""
+        tokens = [np.zeros(len(sample.token_ids), np.float32) for sample in self.samples]
+        records: list[list[SpanCredit]] = [[] for _ in self.samples]
+        for key, reply in self.replies.items():
+            values, record = self._word(key, reply, advantages)
+            begin = 0
+            for place in reply.places:
+                end = begin + place.stop - place.start
+                tokens[place.row][place.start : place.stop] = values[begin:end]
+                records[place.row].append(record)
+                begin = end
+        in_loss = self.reference is not None and self.settings.kl_in == "loss"
+        return [
+            Row(
+                sample=sample,
+                advantages=tokens[number],
+                weights=sample.trained_mask.astype(np.float32),
+                old_logprobs=sample.logprobs,
+                ref_logprobs=self.reference[number] if in_loss and self.reference is not None else None,
+                group=self.tasks[sample.episode_id],
+                credit=records[number],
+            )
+            for number, sample in enumerate(self.samples)
+        ]
 
-def _estimated(
-    rule: Rule,
-    numbers: Sequence[int],
-    units: Sequence[Unit],
-    replies: Mapping[ReplyKey, Reply],
-    rows: Sequence[Sample],
-    reference: Sequence[Float32] | None,
-    estimator: Estimator,
-    settings: Settings,
-    spread: dict[str, list[float]],
-) -> dict[int, Float32]:
-    if not numbers:
-        return {}
-    chosen = [units[number] for number in numbers]
-    lengths = [_length(unit, replies) for unit in chosen]
-    given = Units(
-        lengths=np.array(lengths, np.int32),
-        scores=np.array([unit.score for unit in chosen], np.float32),
-        groups=[unit.group for unit in chosen],
-        old_logprobs=_gather(chosen, replies, [row.logprobs for row in rows]),
-        ref_logprobs=None if reference is None or settings.kl_in == "loss" else _gather(chosen, replies, reference),
-        sum_pi_squared=_sum_pi_squared(rule, chosen, replies, rows, estimator),
-        components=_components(chosen) if "components" in rule.needs else {},
-    )
-    found = _own_rule(rule, given) if rule.function is not None else estimator.estimate(rule.name, given)
-    parts = np.split(found.advantages, np.cumsum(lengths)[:-1])
-    by_group: dict[str, list[float]] = {}
-    for unit, total in zip(chosen, found.totals.tolist(), strict=True):
-        by_group.setdefault(unit.group, []).append(total)
-    spread.update(by_group)
-    still = {group for group, totals in by_group.items() if max(totals) == min(totals)} if rule.inert_without_spread else set[str]()
-    return {number: np.zeros_like(part) if units[number].group in still else part for number, part in zip(numbers, parts, strict=True)}
+    def _word(self, key: ReplyKey, reply: Reply, advantages: Sequence[Float32]) -> tuple[Float32, SpanCredit]:
+        """A reply's advantages: its call's own, or the mean over the trajectories that contain it.
+
+        Its tokens stand in its own trajectory's line; another that continues from it has its word at its first token.
+        """
+        by_call, by_trajectory = self._holders
+        number = by_call.get(key)
+        if number is not None:
+            values, shares = advantages[number][self._lines[number][key]], {self.units[number].target: 1.0}
+        else:
+            number = by_trajectory.get((key[0], reply.trajectory_id))
+            parts: dict[str, tuple[float, Float32]] = {}
+            for trajectory_id, share in reply.shares.items():
+                holder = by_trajectory.get((key[0], trajectory_id))
+                if holder is not None and len(advantages[holder]):
+                    parts[trajectory_id] = (share, advantages[holder][self._lines[holder].get(key, slice(0, 1))])
+            whole = sum(share for share, _ in parts.values())
+            values = np.zeros(reply.tokens, np.float32)
+            for share, word in parts.values():
+                values += np.float32(share / whole) * word
+            shares = {trajectory_id: share / whole for trajectory_id, (share, _) in parts.items()}
+        return values, SpanCredit(
+            span_id=key[1],
+            choice=key[2],
+            level="none" if number is None else self.units[number].level,
+            rule=self._rule_of(reply.role),
+            score=None if number is None else self.units[number].score,
+            shares=shares,
+        )
+
+    @cached_property
+    def _holders(self) -> tuple[dict[ReplyKey, int], dict[tuple[str, str], int]]:
+        """Reply -> the unit of its call; (episode id, trajectory id) -> the unit that holds that trajectory's replies."""
+        by_call: dict[ReplyKey, int] = {}
+        by_trajectory: dict[tuple[str, str], int] = {}
+        for number, unit in enumerate(self.units):
+            for key in unit.replies:
+                if unit.level == "call":
+                    by_call[key] = number
+                else:
+                    by_trajectory[key[0], self.replies[key].trajectory_id] = number
+        return by_call, by_trajectory
+
+    @cached_property
+    def _lines(self) -> list[dict[ReplyKey, slice]]:
+        """For each unit, where its replies stand in its line."""
+        lines: list[dict[ReplyKey, slice]] = []
+        for unit in self.units:
+            line: dict[ReplyKey, slice] = {}
+            end = 0
+            for key in unit.replies:
+                begin, end = end, end + self.replies[key].tokens
+                line[key] = slice(begin, end)
+            lines.append(line)
+        return lines
+
+    def _line(self, units: Sequence[Unit], per_row: Sequence[Float32]) -> Float32:
+        parts = [per_row[p.row][p.start : p.stop] for unit in units for key in unit.replies for p in self.replies[key].places]
+        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+    def _length(self, unit: Unit) -> int:
+        return sum(self.replies[key].tokens for key in unit.replies)
+
+    def _rule_of(self, role: str) -> str:
+        if isinstance(self.algorithm, str):
+            return self.algorithm
+        if role not in self.algorithm:
+            raise SettingError(
+                f"algorithm names no rule for role {role!r}; it has {', '.join(sorted(self.algorithm))}; add one for every trained role"
+            )
+        return self.algorithm[role]
+
+    def counters(self, found: _Estimated, counts: Counter[str]) -> CreditCounters:
+        """What the batch's groups were like; ``counts`` is what was found while the units were made."""
+        sizes = Counter(unit.group for unit in self.units)
+        covered = {key for unit in self.units for key in unit.replies}
+        prompts: dict[str, set[bytes]] = {}
+        for unit in self.units:
+            if unit.replies:
+                place = self.replies[unit.replies[0]].places[0]
+                prompts.setdefault(unit.group, set()).add(self.samples[place.row].token_ids[: place.start].tobytes())
+        return CreditCounters(
+            units=len(self.units),
+            groups=len(sizes),
+            groups_of_one=sum(size == 1 for size in sizes.values()),
+            groups_without_spread=sum(len(totals) > 1 and _all_equal(totals) for totals in found.totals.values()),
+            groups_with_other_prompts=sum(len(beginnings) > 1 for beginnings in prompts.values()),
+            units_by_level=dict(Counter(unit.level for unit in self.units)),
+            shared_replies=sum(len(reply.shares) > 1 for reply in self.replies.values()),
+            uncredited_replies=sum(key not in covered for key in self.replies),
+            other=dict(counts),
+        )
 
 
 def _own_rule(rule: Rule, units: Units) -> Estimates:
@@ -167,99 +298,6 @@ def _own_rule(rule: Rule, units: Units) -> Estimates:
     return Estimates(advantages=advantages, totals=units.scores)
 
 
-def _rows(
-    samples: Sequence[Sample],
-    task_of: Mapping[str, str],
-    units: Sequence[Unit],
-    advantages: Mapping[int, Float32],
-    replies: Mapping[ReplyKey, Reply],
-    algorithm: Algorithm,
-    reference: Sequence[Float32] | None,
-    settings: Settings,
-) -> list[Row]:
-    tokens = [np.zeros(len(sample.token_ids), np.float32) for sample in samples]
-    credits: list[list[SpanCredit]] = [[] for _ in samples]
-    own = _own_advantages(units, advantages, replies)
-    by_call = {key: number for number, unit in enumerate(units) if unit.level == "call" for key in unit.replies}
-    by_trajectory = {
-        (key[0], replies[key].trajectory_id): number for number, unit in enumerate(units) if unit.level != "call" for key in unit.replies
-    }
-    for key, reply in replies.items():
-        number = by_call.get(key)
-        if number is not None:
-            values, shares = own[number][key], {units[number].target: 1.0}
-        else:
-            values, shares = _mean_over_trajectories(key, reply, by_trajectory, advantages, own)
-        chosen = number if number is not None else by_trajectory.get((key[0], reply.trajectory_id))
-        record = SpanCredit(
-            span_id=key[1],
-            choice=key[2],
-            level="none" if chosen is None else units[chosen].level,
-            rule=_rule_of(reply.role, algorithm),
-            score=None if chosen is None else units[chosen].score,
-            shares=shares,
-        )
-        begin = 0
-        for place in reply.places:
-            size = place.stop - place.start
-            tokens[place.row][place.start : place.stop] = values[begin : begin + size]
-            credits[place.row].append(record)
-            begin += size
-    return [
-        Row(
-            sample=sample,
-            advantages=tokens[number],
-            weights=sample.trained_mask.astype(np.float32),
-            old_logprobs=sample.logprobs,
-            ref_logprobs=None if reference is None or settings.kl_in == "reward" else reference[number],
-            group=task_of[sample.episode_id],
-            credit=credits[number],
-        )
-        for number, sample in enumerate(samples)
-    ]
-
-
-def _own_advantages(
-    units: Sequence[Unit], advantages: Mapping[int, Float32], replies: Mapping[ReplyKey, Reply]
-) -> dict[int, dict[ReplyKey, Float32]]:
-    """Unit -> reply -> the advantages of its tokens in that unit's line."""
-    found: dict[int, dict[ReplyKey, Float32]] = {}
-    for number, unit in enumerate(units):
-        ends = np.cumsum([replies[key].tokens for key in unit.replies])
-        found[number] = dict(zip(unit.replies, np.split(advantages[number], ends[:-1]) if unit.replies else [], strict=True))
-    return found
-
-
-def _mean_over_trajectories(
-    key: ReplyKey,
-    reply: Reply,
-    by_trajectory: Mapping[tuple[str, str], int],
-    advantages: Mapping[int, Float32],
-    own: Mapping[int, Mapping[ReplyKey, Float32]],
-) -> tuple[Float32, dict[str, float]]:
-    """The reply's tokens stand in its own trajectory's line; another that continues from it has its word at its first token."""
-    parts: dict[str, tuple[float, Float32 | float]] = {}
-    for trajectory_id, share in reply.shares.items():
-        number = by_trajectory.get((key[0], trajectory_id))
-        if number is None or not len(advantages[number]):
-            continue
-        parts[trajectory_id] = (share, own[number].get(key, float(advantages[number][0])))
-    whole = sum(share for share, _ in parts.values())
-    values = np.zeros(reply.tokens, np.float32)
-    for share, value in parts.values():
-        values += np.float32(share / whole) * value
-    return values, {trajectory_id: share / whole for trajectory_id, (share, _) in parts.items()}
-
-
-def _length(unit: Unit, replies: Mapping[ReplyKey, Reply]) -> int:
-    return sum(replies[key].tokens for key in unit.replies)
-
-
-def _gather(units: Sequence[Unit], replies: Mapping[ReplyKey, Reply], per_row: Sequence[Float32]) -> Float32:
-    parts = [per_row[p.row][p.start : p.stop] for unit in units for key in unit.replies for p in replies[key].places]
-    return np.concatenate(parts) if parts else np.zeros(0, np.float32)
-
-
 def _components(units: Sequence[Unit]) -> dict[str, Float32]:
     names = sorted({name for unit in units for name in unit.components})
     return {name: np.array([unit.components.get(name, 0.0) for unit in units], np.float32) for name in names}
@@ -271,36 +309,5 @@ def _reference_logprobs(rows: Sequence[Sample], settings: Settings, estimator: E
     return estimator.logprobs([row.token_ids for row in rows], temperatures=[row.temperature for row in rows], reference=True)
 
 
-def _sum_pi_squared(
-    rule: Rule, units: Sequence[Unit], replies: Mapping[ReplyKey, Reply], rows: Sequence[Sample], estimator: Estimator
-) -> Float32 | None:
-    if "sum_pi_squared" not in rule.needs:
-        return None
-    return _gather(units, replies, estimator.sum_pi_squared([r.token_ids for r in rows], temperatures=[r.temperature for r in rows]))
-
-
-def _counters(
-    units: Sequence[Unit],
-    replies: Mapping[ReplyKey, Reply],
-    rows: Sequence[Sample],
-    sizes: Mapping[str, int],
-    spread: Mapping[str, Sequence[float]],
-    counts: Counter[str],
-) -> CreditCounters:
-    covered = {key for unit in units for key in unit.replies}
-    prompts: dict[str, set[bytes]] = {}
-    for unit in units:
-        if unit.replies:
-            place = replies[unit.replies[0]].places[0]
-            prompts.setdefault(unit.group, set()).add(rows[place.row].token_ids[: place.start].tobytes())
-    return CreditCounters(
-        units=len(units),
-        groups=len(sizes),
-        groups_of_one=sum(size == 1 for size in sizes.values()),
-        groups_without_spread=sum(len(totals) > 1 and max(totals) == min(totals) for totals in spread.values()),
-        groups_with_other_prompts=sum(len(found) > 1 for found in prompts.values()),
-        units_by_level=dict(Counter(unit.level for unit in units)),
-        shared_replies=sum(len(reply.shares) > 1 for reply in replies.values()),
-        uncredited_replies=sum(key not in covered for key in replies),
-        other=dict(counts),
-    )
+def _all_equal(values: Sequence[float]) -> bool:
+    return max(values) == min(values)
