@@ -50,9 +50,8 @@ def make_worker(config: Mapping[str, Any], *, trained: bool) -> Any:
         micro_batch_size_per_gpu=1,
         infer_micro_batch_size_per_gpu=1,
         use_torch_compile=False,
-        mixed_precision=_FP32 if cpu else _BF16,
         seed=int(config["seed"]),
-        **passed.get("engine", {}),
+        **{"mixed_precision": _FP32 if cpu else _BF16, **passed.get("engine", {})},
     )
     optimizer = FSDPOptimizerConfig(
         lr=0.0,
@@ -60,7 +59,7 @@ def make_worker(config: Mapping[str, Any], *, trained: bool) -> Any:
         weight_decay=config["weight_decay"],
         betas=tuple(config["betas"]),
         clip_grad=config["clip_grad"],
-        override_optimizer_config={"eps": config["eps"], "fused": cpu},
+        **_optimizer_fields(passed.get("optim", {}), eps=config["eps"], fused=cpu),
     )
     worker: Any = TinkerTrainingWorker(
         TrainingWorkerConfig(
@@ -73,6 +72,12 @@ def make_worker(config: Mapping[str, Any], *, trained: bool) -> Any:
     )
     worker.reset()
     return worker
+
+
+def _optimizer_fields(passed: Mapping[str, Any], *, eps: float, fused: bool) -> dict[str, Any]:
+    """verl's AdamW with our epsilon (torch's fused step on a CPU), or the optimizer asked for with its own arguments."""
+    own = {"eps": eps, "fused": fused} if passed.get("optimizer", "AdamW") == "AdamW" and "optimizer_impl" not in passed else {}
+    return {**passed, "override_optimizer_config": {**own, **passed.get("override_optimizer_config", {})}}
 
 
 def make_loss(config: Mapping[str, Any]) -> TokenLoss:

@@ -24,10 +24,8 @@ __all__ = ["PASSED", "child_settings", "passed_to_verl", "require_supported"]
 PASSED: dict[str, frozenset[str]] = {
     "actor": frozenset({"clip_ratio_c", "loss_scale_factor", "policy_loss", "tau_neg", "tau_pos"}),
     "algorithm": frozenset({"gamma", "gdpo_reward_weights"}),
-    "engine": frozenset(
-        {"forward_prefetch", "mixed_precision", "model_dtype", "optimizer_offload", "param_offload", "reshard_after_forward", "wrap_policy"}
-    ),
-    "model": frozenset({"enable_activation_offload", "enable_gradient_checkpointing", "exclude_modules", "override_config", "use_liger"}),
+    "engine": frozenset({"mixed_precision", "model_dtype"}),
+    "model": frozenset({"enable_gradient_checkpointing", "exclude_modules", "override_config"}),
     "optim": frozenset({"optimizer", "optimizer_impl", "override_optimizer_config"}),
 }
 """Section of verl's configuration -> entries that have an effect here."""

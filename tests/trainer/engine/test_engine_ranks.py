@@ -16,6 +16,9 @@ from rllm_trainer.engine.verl import VerlEngine
 from rllm_trainer.types import Row
 
 
+pytestmark = pytest.mark.slow
+
+
 def ids(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(5, 250, length).tolist()
 

@@ -72,7 +72,7 @@ def test_sum_pi_squared_is_that_of_the_distribution(fresh: Any, tiny: Path) -> N
 
 def test_an_update_is_one_step_of_adamw(fresh: Any, tiny: Path, batch: Batch) -> None:
     """Clipped gradient, betas, epsilon and weight decay reach the optimizer: the weights are those of torch's AdamW."""
-    given: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1, "clip_grad": 0.5}
+    given: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1, "clip_grad": 0.05}
     engine = fresh(**given)
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
@@ -80,13 +80,46 @@ def test_an_update_is_one_step_of_adamw(fresh: Any, tiny: Path, batch: Batch) ->
         _, gradients = engine.gradient(batch)
         for name, parameter in model.named_parameters():
             parameter.grad = torch.tensor(gradients[name])
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
         report = engine.update(batch, lr=0.01)
         assert report.grad_norm == pytest.approx(float(norm), rel=1e-4)
         found = weights_of(engine, step)
         for name, parameter in model.named_parameters():
             np.testing.assert_allclose(found[name], parameter.detach().numpy(), rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_another_optimizer_of_verls(fresh: Any, tiny: Path, batch: Batch) -> None:
+    """``verl={"optim": ...}`` reaches verl: one step of SGD is the clipped gradient times the learning rate."""
+    engine = fresh(clip_grad=0.05, verl={"optim": {"optimizer": "SGD"}})
+    _, gradients = engine.gradient(batch)
+    norm = float(np.sqrt(sum((value.astype(float) ** 2).sum() for value in gradients.values())))
+    engine.update(batch, lr=0.1)
+    before = load_file(tiny / "model.safetensors")
+    for name, value in weights_of(engine, 1).items():
+        np.testing.assert_allclose(value, before[name] - 0.1 * gradients[name] * 0.05 / norm, rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_gradient_checkpointing_changes_nothing_but_memory(fresh: Any, batch: Batch) -> None:
+    """``verl={"model": {"enable_gradient_checkpointing": True}}``: the same gradient."""
+    plain = fresh().gradient(batch)[1]
+    for name, value in fresh(verl={"model": {"enable_gradient_checkpointing": True}}).gradient(batch)[1].items():
+        np.testing.assert_allclose(value, plain[name], rtol=0, atol=1e-6)
+
+
+def test_dual_clip_of_verls_actor(fresh: Any, make_row: Any) -> None:
+    """``verl={"actor": {"clip_ratio_c": 2.0}}``: with advantage -1 and a ratio far above, the loss is 2, not verl's default 3."""
+    row = make_row(ids(1, 12), [(4, 12, -1.0)], old=[-30.0] * 12)
+    assert fresh().gradient(batch_of([row]))[0] == pytest.approx(3.0, abs=1e-5)
+    assert fresh(verl={"actor": {"clip_ratio_c": 2.0}}).gradient(batch_of([row]))[0] == pytest.approx(2.0, abs=1e-5)
+
+
+def test_lora_targets_and_exclusions(fresh: Any) -> None:
+    """``targets`` names the layers that get an adapter; verl's ``exclude_modules`` takes some away."""
+    engine = fresh(lora={"r": 2, "targets": ["q_proj", "v_proj"]}, verl={"model": {"exclude_modules": ".*v_proj"}})
+    names = load_file(engine.export_weights(1).path).keys()
+    assert len(names) == 4
+    assert all("q_proj" in name for name in names)
 
 
 def test_an_update_moves_logprobs_where_the_advantage_points(fresh: Any, batch: Batch) -> None:
@@ -338,6 +371,7 @@ assert not weights.exists(), "weights are left"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_apps_process_is_left_alone(tiny: Path, tmp_path: Path) -> None:
     """Two engines in a row: environment, random states, signal handlers and modules as before; no process and no file is left.
