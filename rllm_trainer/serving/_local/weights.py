@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +32,7 @@ _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _BUFFERS = ("rotary_emb.inv_freq",)
 _WORKERS = 4
 """Threads that copy and pack; it is memory traffic, which a few threads exhaust."""
+_buffers = threading.local()
 
 
 class WeightsError(ValueError):
@@ -128,12 +130,9 @@ def build(spec: ModelSpec, checkpoint: Checkpoint, get: Callable[[str], Tensor] 
             raise WeightsError(f"got {name} with a value that is not finite in {checkpoint.path}; the weights before it stay served")
         return value
 
-    def bias(names: list[str], present: bool) -> Tensor | None:
-        return torch.cat([tensor(n + ".bias") for n in names]) if present else None
-
     @torch.inference_mode()
     def layer(index: int) -> Layer:
-        return _layer(spec, f"model.layers.{index}.", tensor, bias)
+        return _layer(spec, f"model.layers.{index}.", tensor)
 
     @torch.inference_mode()
     def ends() -> tuple[Tensor, Tensor, Linear]:
@@ -154,37 +153,58 @@ def build(spec: ModelSpec, checkpoint: Checkpoint, get: Callable[[str], Tensor] 
     )
 
 
-def _layer(spec: ModelSpec, p: str, tensor: Callable[[str], Tensor], bias: Callable[[list[str], bool], Tensor | None]) -> Layer:
-    qkv_names = [f"{p}self_attn.{name}_proj" for name in ("q", "k", "v")]
-    q, k, v = (tensor(n + ".weight") for n in qkv_names)
-    qkv_bias = bias(qkv_names, spec.qkv_bias)
-    if qkv_bias is not None:
-        at = [0, q.shape[0], q.shape[0] + k.shape[0]]
-        halves = [_paired(qkv_bias[at[0] : at[1]], spec.heads), _paired(qkv_bias[at[1] : at[2]], spec.kv_heads)]
-        qkv_bias = torch.cat([*halves, qkv_bias[at[2] :]])
-    gate_up_names = [f"{p}mlp.{name}_proj" for name in ("gate", "up")]
+def _layer(spec: ModelSpec, p: str, tensor: Callable[[str], Tensor]) -> Layer:
+    def linear(names: list[str], bias: bool, heads: Sequence[int] = ()) -> Linear:
+        """The named matrices one below the other; ``heads``: of those whose rows become rotary pairs."""
+        matrix = _stacked([tensor(f"{p}{n}.weight") for n in names], heads, staged=True)
+        return Linear(matrix, _stacked([tensor(f"{p}{n}.bias") for n in names], heads) if bias else None)
 
     def norm(name: str) -> Tensor | None:
-        return _paired(tensor(f"{p}self_attn.{name}_norm.weight"), 1) if spec.qk_norm else None
+        return _stacked([tensor(f"{p}self_attn.{name}_norm.weight")], [1]) if spec.qk_norm else None
 
     return Layer(
         norm1=tensor(p + "input_layernorm.weight").clone(),
-        qkv=Linear(torch.cat([_paired(q, spec.heads), _paired(k, spec.kv_heads), v]), qkv_bias),
+        qkv=linear([f"self_attn.{n}_proj" for n in "qkv"], spec.qkv_bias, [spec.heads, spec.kv_heads]),
         q_norm=norm("q"),
         k_norm=norm("k"),
-        o=Linear(tensor(p + "self_attn.o_proj.weight"), bias([p + "self_attn.o_proj"], spec.o_bias)),
+        o=linear(["self_attn.o_proj"], spec.o_bias),
         norm2=tensor(p + "post_attention_layernorm.weight").clone(),
-        gate_up=Linear(torch.cat([tensor(n + ".weight") for n in gate_up_names]), bias(gate_up_names, spec.mlp_bias)),
-        down=Linear(tensor(p + "mlp.down_proj.weight"), bias([p + "mlp.down_proj"], spec.mlp_bias)),
+        gate_up=linear(["mlp.gate_proj", "mlp.up_proj"], spec.mlp_bias),
+        down=linear(["mlp.down_proj"], spec.mlp_bias),
     )
 
 
-def _paired(rows: Tensor, heads: int) -> Tensor:
-    """Rows of each head from (first halves, second halves) to (first, second) pairs."""
-    return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+def _staging(shape: Sequence[int]) -> Tensor:
+    """This thread's buffer, for what is packed at once: memory fresh from the system costs more than the copy into it."""
+    size = math.prod(shape)
+    buffer: Tensor | None = getattr(_buffers, "staging", None)
+    if buffer is None or buffer.numel() < size:
+        buffer = _buffers.staging = torch.empty(size)
+    return buffer[:size].view(*shape)
+
+
+def _stacked(parts: Sequence[Tensor], heads: Sequence[int], *, staged: bool = False) -> Tensor:
+    """The parts one below the other; rows of the first ``len(heads)`` go from (first halves, second halves) of each head to pairs.
+
+    ``staged``: the result is only good until the next one of this thread.
+    """
+    if len(parts) == 1 and not heads:
+        return parts[0] if staged else parts[0].clone()
+    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+    out = _staging(shape) if staged else torch.empty(shape)
+    at = 0
+    for index, part in enumerate(parts):
+        rows = out[at : at + len(part)]
+        if index < len(heads):
+            rows.view(heads[index], -1, 2, *shape[1:]).copy_(part.view(heads[index], 2, -1, *shape[1:]).transpose(1, 2))
+        else:
+            rows.copy_(part)
+        at += len(part)
+    return out
 
 
 def _unpaired(rows: Tensor, heads: int) -> Tensor:
+    """From pairs back to (first halves, second halves) of each head."""
     return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
