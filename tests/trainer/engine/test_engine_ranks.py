@@ -15,7 +15,6 @@ from rllm_trainer.config import make_settings
 from rllm_trainer.engine.verl import VerlEngine
 from rllm_trainer.types import Row
 
-
 pytestmark = pytest.mark.slow
 
 
