@@ -55,10 +55,14 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
     route: Route | None
     """Where calls go; None: the app's own endpoints."""
-    version: int = 0
-    """Policy version being served when the batch starts."""
+    version: int | Callable[[], int] = 0
+    """Policy version being served: a number where it stays, a function where it moves on while the batch runs."""
     metadata: dict[str, Any] = {}
     """Goes into each episode's metadata."""
+
+    def served(self) -> int:
+        """The version being served now."""
+        return self.version() if callable(self.version) else self.version
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +94,8 @@ class Attempt:
     ) -> None:
         self.job = job
         self.number = number
+        self.version = conditions.served()
+        """Being served when it started."""
         self.started = time.monotonic()
         self._app = app
         self._is_async = is_async

@@ -24,6 +24,7 @@ from rllm_trainer.rollout.arguments import Binder
 from rllm_trainer.rollout.attempt import Attempt, Conditions, Job, Outcome
 from rllm_trainer.rollout.faults import Verdict
 from rllm_trainer.rollout.lane import Lane
+from rllm_trainer.rollout.places import Places
 from rllm_trainer.rollout.rewards import RewardPlan, Scored
 from rllm_trainer.types import Rollout
 
@@ -44,6 +45,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """How many at once, and for how long."""
 
     concurrency: int = 48
+    """Of all runs of a runner together."""
     rollout_timeout: float = 900.0
     """Seconds, from an attempt's start to its last reward."""
     batch_timeout: float = 3600.0
@@ -74,6 +76,7 @@ class Runner:
         self.binder = Binder(app)
         self.plan = plan
         self.limits = limits
+        self.places = Places(limits.concurrency)
         self._is_async = is_async(app)
         self._app = as_workflow(app)
         self._context = contextvars.copy_context()
@@ -83,7 +86,7 @@ class Runner:
     def run(
         self, jobs: Sequence[Job], conditions: Conditions, *, listener: Listener | None = None, stop: threading.Event | None = None
     ) -> list[Rollout]:
-        """One rollout for each job, in the order of the jobs.
+        """One rollout for each job, in the order of the jobs. Several runs may go on at once; the first to begin is served first.
 
         Raises:
             RunInterrupted: ``stop`` was set; what still ran has been given up.
@@ -141,41 +144,52 @@ class _Batch:
         self._stop = stop
         self._waiting = deque((job, 0) for job in jobs)
         self._running: dict[int, Attempt] = {}
-        self._outcomes: queue.SimpleQueue[tuple[Attempt, Outcome]] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[tuple[Attempt, Outcome] | None] = queue.SimpleQueue()
+        """None: a place may be free."""
+        self._place = runner.places.join(lambda: self._outcomes.put(None))
         self._done: dict[tuple[str, int], Rollout] = {}
         self._ends_at = time.monotonic() + self._limits.batch_timeout
         self._quorum_at: float | None = None
         self._stacks = 0
 
     def run(self) -> list[Rollout]:
-        while self._waiting or self._running:
-            if self._stop.is_set():
-                self._give_up_all("the run was stopped", tell=False)
-                raise RunInterrupted
-            self._start_some()
-            self._take_one()
-            self._give_up_overdue()
+        try:
+            while self._waiting or self._running:
+                if self._stop.is_set():
+                    self._give_up_all("the run was stopped", tell=False)
+                    raise RunInterrupted
+                self._start_some()
+                self._take_one()
+                self._give_up_overdue()
+        finally:
+            self._place.leave()
         return [self._done[job.task_id, job.index] for job in self._jobs]
 
     def _start_some(self) -> None:
-        while self._waiting and len(self._running) < self._limits.concurrency:
+        while self._waiting and self._place.take():
             job, number = self._waiting.popleft()
             attempt = self._runner.attempt(job, number, self._conditions, lambda attempt, outcome: self._outcomes.put((attempt, outcome)))
             self._running[id(attempt)] = attempt
+        if not self._waiting:
+            self._place.enough()
 
     def _take_one(self) -> None:
         try:
-            attempt, outcome = self._outcomes.get(timeout=_POLL)
+            came = self._outcomes.get(timeout=_POLL)
         except queue.Empty:
             return
+        if came is None:
+            return
+        attempt, outcome = came
         if self._running.pop(id(attempt), None) is None:
             return
+        self._place.give()
         again = outcome.verdict.retry and attempt.number < self._limits.retries and time.monotonic() < self._ends_at
         if again:
             self._listener.retried(attempt.job, outcome)
             self._waiting.append((attempt.job, attempt.number + 1))
         else:
-            self._end(attempt.job, outcome)
+            self._end(attempt.job, outcome, attempt.version)
 
     def _give_up_overdue(self) -> None:
         now = time.monotonic()
@@ -200,22 +214,23 @@ class _Batch:
             self._give_up(attempt, reason, tell=tell)
         while self._waiting and tell:
             job, _ = self._waiting.popleft()
-            self._end(job, _never_started(reason))
+            self._end(job, _never_started(reason), self._conditions.served())
 
     def _give_up(self, attempt: Attempt, reason: str, *, tell: bool = True) -> None:
         given_up = attempt.give_up(reason)
         if given_up is None:
             return
         del self._running[id(attempt)]
+        self._place.give()
         self._runner.leave_blocked_lane()
         outcome, stack = given_up
         if not tell:
             return
         self._stacks += 1
         self._listener.hung(attempt.job, reason, stack if self._stacks <= _MOST_STACKS else "")
-        self._end(attempt.job, outcome)
+        self._end(attempt.job, outcome, attempt.version)
 
-    def _end(self, job: Job, outcome: Outcome) -> None:
+    def _end(self, job: Job, outcome: Outcome, version: int) -> None:
         rollout = Rollout(
             task_id=job.task_id,
             index=job.index,
@@ -225,7 +240,7 @@ class _Batch:
             rewards=outcome.scored.rewards,
             fault=outcome.verdict.fault,
             reason=outcome.verdict.reason,
-            policy_version=self._conditions.version,
+            policy_version=version,
             seconds=outcome.seconds,
         )
         self._done[job.task_id, job.index] = rollout
