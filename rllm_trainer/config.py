@@ -155,6 +155,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Share of each group that must have ended before the rest of it may be given up."""
     quorum_grace: _Seconds = 30.0
     """Seconds that the rest still gets once every group has its quorum."""
+    staleness: _Count = 0
+    """Updates that the weights may have got ahead of the ones a rollout began under. 0: rollouts and updates take turns."""
+    correction: str | dict[str, Any] = "decoupled_token_is"
+    """verl's correction of tokens that older weights sampled: a decoupled preset, or fields of its RolloutCorrectionConfig."""
 
     eval_every: _Positive | None = None
     """Evaluate after every so many steps; None: before the first and after the last."""
@@ -213,6 +217,8 @@ class SettingsKw(TypedDict, total=False):
     retries: int
     quorum: float
     quorum_grace: float
+    staleness: int
+    correction: str | dict[str, Any]
     eval_every: int | None
     eval_n: int
     eval_greedy: bool

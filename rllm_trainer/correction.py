@@ -15,10 +15,13 @@ import numpy as np
 
 from rllm_trainer.types import Float32, Int32, Mask, Row
 
-__all__ = ["Corrected", "Correction", "Corrector", "correct"]
+__all__ = ["WIDE_GAP", "Corrected", "Correction", "Corrector", "correct", "correct_stale"]
 
 Correction = str | dict[str, Any]
 """One of verl's decoupled presets by name, such as ``decoupled_token_is``, or the fields of its RolloutCorrectionConfig."""
+
+WIDE_GAP = 0.02
+"""Mean nats a token. Two float32 programs differ by 1e-6, float32 and bfloat16 by about 0.01; more is another model."""
 
 
 class Corrected(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +41,32 @@ class Corrector(Protocol):
     def logprobs(self, rows: Sequence[Int32], *, temperatures: Sequence[float], reference: bool = False) -> list[Float32]: ...
 
     def correction(self, lengths: Int32, *, old: Float32, recorded: Float32, correction: Correction) -> Corrected: ...
+
+
+def correct_stale(
+    rows: Sequence[Row], *, version: int, engine: Corrector, correction: Correction, trusted: bool = True
+) -> tuple[list[Row], dict[str, float]]:
+    """``correct`` where any trained token was sampled by other weights than ``version``; else the rows as they are, and no metrics.
+
+    A batch is corrected whole or not at all, so that all of it has one kind of ratio.
+
+    Args:
+        trusted: the versions are those of this run. False: they may count another model's, so rows that these weights see otherwise are
+            stale whatever their versions say.
+    """
+    stale = any(bool((row.sample.versions[row.sample.trained_mask] != version).any()) for row in rows)
+    if stale or not (trusted or _agrees(rows, engine)):
+        return correct(rows, engine=engine, correction=correction)
+    return list(rows), {}
+
+
+def _agrees(rows: Sequence[Row], engine: Corrector) -> bool:
+    """Whether the recorded logprobs are what these weights give, up to what two ways of computing them may differ by."""
+    samples = [row.sample for row in rows]
+    now = engine.logprobs([s.token_ids for s in samples], temperatures=[s.temperature for s in samples])
+    gaps = [(ours - s.logprobs)[s.trained_mask] for s, ours in zip(samples, now, strict=True)]
+    gap = np.abs(np.concatenate(gaps)) if gaps else np.zeros(0, np.float32)
+    return not len(gap) or float(gap.mean()) <= WIDE_GAP
 
 
 def correct(rows: Sequence[Row], *, engine: Corrector, correction: Correction) -> tuple[list[Row], dict[str, float]]:

@@ -88,6 +88,8 @@ def plan_run(ask: Ask, report: Report) -> RunPlan:
     refused: dict[str, str] = {}
     if ask.eval_dataset is None:
         refused = dict.fromkeys(_OF_EVALUATION, "there is no eval_dataset")
+    if not ask.given.get("staleness"):
+        refused["correction"] = "staleness=0 means that every token was sampled by the weights that are trained"
     settings = make_settings(ask.given, refused=refused)
     rule_named(settings.algorithm)
     name = app_name(ask.app)
