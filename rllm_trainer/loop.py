@@ -18,10 +18,9 @@ import msgspec
 import numpy as np
 
 from rllm_trace.routing import CallSites
-from rllm_trainer.advantages import Estimator, credit
-from rllm_trainer.batching import make_batch
 from rllm_trainer.checkpoint import Checkpoints, State
 from rllm_trainer.config import Settings
+from rllm_trainer.correction import WIDE_GAP
 from rllm_trainer.engine.base import Engine
 from rllm_trainer.evaluation import Evaluation, Evaluator
 from rllm_trainer.exceptions import RunStopped
@@ -35,11 +34,11 @@ from rllm_trainer.measures import (
     update_measures,
 )
 from rllm_trainer.metrics import EVAL_SAMPLED, GAP_MEAN, MetricsLog
+from rllm_trainer.preparation import BatchEngine, make_samples, prepare
 from rllm_trainer.report import Report, losses_of
-from rllm_trainer.rollout.faults import leaves_gradient
 from rllm_trainer.rollout.runner import RunInterrupted
 from rllm_trainer.rollout.source import Collected, Source
-from rllm_trainer.samples import Counters, SampleSet, build_samples
+from rllm_trainer.samples import Counters, SampleSet
 from rllm_trainer.schedule import learning_rate
 from rllm_trainer.serving.base import Server
 from rllm_trainer.serving.proof import pick_probe
@@ -50,26 +49,18 @@ from rllm_trainer.trainability import (
     require_signal,
     require_sound,
     site_findings,
-    training_view,
 )
 from rllm_trainer.types import Batch, Rollout
 
 __all__ = ["Loop", "Parts", "TrainingEngine"]
 
 
-_WIDE_GAP = 0.02
-"""Nats. Two float32 programs differ by 1e-6, float32 and bfloat16 by about 0.01."""
-
-
 _LIVENESS = np.zeros(2, np.int32)
 """A row that any server can score."""
 
 
-class TrainingEngine(Engine, Estimator, Protocol):
-    """Updates the weights, and runs the rules of credit."""
-
-    vocab_size: int
-    """Ids at or above it are no tokens of the model."""
+class TrainingEngine(Engine, BatchEngine, Protocol):
+    """Updates the weights, and runs what a batch is made with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,13 +124,22 @@ class Loop:
         rollouts = collected.rollouts
         notes = list(collected.notes)
         self._require_sound(step, rollouts)
-        samples = self._samples(rollouts)
+        samples = make_samples(rollouts, settings=self._parts.settings, vocab_size=self._parts.engine.vocab_size)
         self._look(collected, samples)
         counters = reduce(add, (s.counters for s in samples.values()), Counters())
         self.counters += counters
         line = rollout_measures(collected.groups, collected.seconds) | sample_measures(counters, collected.seconds)
-        batch, credited = self._batch(step, collected, samples)
-        line |= credited | batch_measures(batch)
+        prepared = prepare(
+            collected.groups,
+            samples,
+            step=step,
+            version=self.state.version,
+            settings=self._parts.settings,
+            engine=self._parts.engine,
+            trusted=self._parts.server is not None,
+        )
+        batch = prepared.batch
+        line |= prepared.credit.measures() | prepared.correction | batch_measures(batch)
         if self._learns(batch):
             line |= self._learn(step, batch)
         else:
@@ -165,21 +165,6 @@ class Loop:
         require_sound(rollouts)
         self._parts.report.warn(f"{share:.0%} of step {step}'s rollouts were lost to faults that are not the policy's")
 
-    def _samples(self, rollouts: Sequence[Rollout]) -> dict[str, SampleSet]:
-        settings = self._parts.settings
-        episodes = [r.episode for r in rollouts if r.episode is not None and not leaves_gradient(r.fault)]
-        return {
-            episode.id: build_samples(
-                episode,
-                mode=settings.sample_mode,
-                max_len=settings.max_model_len,
-                overlong=settings.overlong,
-                mask_truncated=settings.mask_truncated,
-                vocab_size=self._parts.engine.vocab_size,
-            )
-            for episode in training_view(episodes)
-        }
-
     def _look(self, collected: Collected, samples: dict[str, SampleSet]) -> None:
         """Once, before the first update: where calls went, and whether they can carry a gradient."""
         if self._looked or self._parts.sites is None:
@@ -191,11 +176,6 @@ class Loop:
         require_signal(collected.groups, samples, sites)
         for sentence in site_findings(sites):
             self._parts.report.warn(sentence)
-
-    def _batch(self, step: int, collected: Collected, samples: dict[str, SampleSet]) -> tuple[Batch, dict[str, float]]:
-        settings = self._parts.settings
-        rows = credit(collected.groups, samples, settings=settings, estimator=self._parts.engine)
-        return make_batch(rows, settings=settings, step=step, policy_version=self.state.version), rows.counters.measures()
 
     def _learns(self, batch: Batch) -> bool:
         """Whether the update can move the weights: some advantage, or a term that needs none."""
@@ -213,9 +193,9 @@ class Loop:
         rows, temperatures = [s.token_ids for s in probed], [s.temperature for s in probed]
         old = engine.logprobs(rows, temperatures=temperatures)
         line = update_measures(engine.update(batch, lr=lr))
-        if line.get(GAP_MEAN, 0.0) > _WIDE_GAP:
+        if line.get(GAP_MEAN, 0.0) > WIDE_GAP:
             self._parts.report.warn(
-                f"step {step}: the server's logprobs differ from the trainer's by {line[GAP_MEAN]:.2g} nats on average; {_WIDE_GAP:g} "
+                f"step {step}: the server's logprobs differ from the trainer's by {line[GAP_MEAN]:.2g} nats on average; {WIDE_GAP:g} "
                 "is much: is the server's precision lower, or does it report logprobs of another temperature?"
             )
         if self._parts.server is not None:
@@ -241,4 +221,5 @@ class Loop:
 
     def _save(self) -> None:
         if self.state.step > 0:
-            self._parts.checkpoints.save(self.state, self._parts.engine)
+            state = msgspec.structs.replace(self.state, cursor=self._parts.source.cursor())
+            self._parts.checkpoints.save(state, self._parts.engine)

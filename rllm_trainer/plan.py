@@ -23,6 +23,7 @@ from rllm_trainer.engine.verl_settings import child_settings
 from rllm_trainer.exceptions import DatasetError, SettingError
 from rllm_trainer.models import DEFAULT_MODEL, resolve_model
 from rllm_trainer.report import Report
+from rllm_trainer.rollout.ahead import unfinished
 from rllm_trainer.rollout.arguments import Binder, app_name
 from rllm_trainer.rollout.dataset import FixedTasks, StreamedTasks, Task, read_tasks, require_disjoint
 from rllm_trainer.rollout.rewards import RewardPlan, plan_rewards
@@ -70,13 +71,16 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def batches(self) -> Iterator[list[Task]]:
         """The batches that are left, none with a row of the evaluation."""
-        settings, start = self.settings, self.state.step
+        settings = self.settings
+        start = unfinished(self.state.cursor, self.state.step) - 1
         if isinstance(self.tasks, FixedTasks):
             drawn = self.tasks.batches(
                 settings.batch_tasks, epochs=settings.epochs, seed=settings.seed, shuffle=settings.shuffle, start=start
             )
         else:
             drawn = self.tasks.batches(settings.batch_tasks, start=start)
+        if self.state.steps is not None:
+            drawn = islice(drawn, self.state.steps - start)
         return guarded(drawn, self.eval_tasks)
 
 
@@ -202,7 +206,7 @@ def _fingerprint(tasks: FixedTasks | StreamedTasks, settings: Settings, model: P
         rows = hashlib.sha256(" ".join(task.id for task in tasks.tasks).encode()).hexdigest()[:16]
     else:
         rows = f"an iterable from {tasks.first.id}"
-    names = ("seed", "batch_tasks", "group_size", "shuffle", "algorithm", "sample_mode")
+    names = ("seed", "batch_tasks", "group_size", "shuffle", "algorithm", "sample_mode", "staleness")
     return {"rows": rows, "model": str(model)} | {name: getattr(settings, name) for name in names}
 
 
