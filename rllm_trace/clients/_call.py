@@ -38,6 +38,7 @@ _CUT_OFF: Final = frozenset({"abort", "error"})
 _MEDIA: Final = frozenset(
     {"image_url", "input_image", "image", "input_audio", "audio", "audio_url", "video_url", "video", "file", "input_file"}
 )
+_EVENT_STARTS: Final = (b"data:", b"event:", b"id:", b"retry:", b":")
 _KEEP_ALL: Final = Keep(ids=True, logprobs=True)
 
 _encode = msgspec.json.Encoder(enc_hook=repr).encode
@@ -191,17 +192,27 @@ class ClientCall:
         version = response.headers.get(A.HEADER_POLICY_VERSION)
         if version is not None and version.isdigit():
             self._header_version = int(version)
-        if hasattr(response, "_content"):
-            raw = response.content
-            reply, seen = self.read(raw)
-            if seen is not raw:
-                response._content = seen
-            self.finish(reply, complete=True)
-            return
         events = "event-stream" in response.headers.get("content-type", "")
+        if hasattr(response, "_content"):
+            self._answered_whole(response, events=events)
+            return
         encoding = response.headers.get("content-encoding")
         reader = Onlooker(self, response, events, None if encoding in (None, "", "identity") else encoding)
         tee(response, reader, is_async=is_async)
+
+    def _answered_whole(self, response: Any, *, events: bool) -> None:
+        """Somebody (the SDK, a hook or a transport of the app's) has the body already; who reads it later reads what is put there."""
+        raw = response.content
+        if events or self.looks_streamed(raw):
+            reader = self.events()
+            seen = reader.feed(raw) + reader.flush()
+            response._content = seen
+            self.stream_over(reader.reply(), reader.done, None, exhausted=True)
+            return
+        reply, seen = self.read(raw)
+        if seen is not raw:
+            response._content = seen
+        self.finish(reply, complete=True)
 
     def read(self, raw: bytes) -> tuple[Reply, bytes]:
         """The reply in an unstreamed body, and the body as the app is to see it."""
@@ -215,6 +226,10 @@ class ClientCall:
     def events(self) -> EventReader | ResponsesReader:
         """A reader for this call's event stream."""
         return ResponsesReader() if self.operation == "responses" else EventReader(self.keep)
+
+    def looks_streamed(self, raw: bytes) -> bool:
+        """Whether a body that is not called an event stream is read as one: the SDK goes by what was asked for, not by the type."""
+        return bool(self.body.get("stream")) and raw.lstrip().startswith(_EVENT_STARTS)
 
     def first_chunk(self) -> None:
         if self._first is None:
@@ -311,7 +326,8 @@ class ClientCall:
         if not spans:
             return header, None if streamed else header, None
         told = len(spans) > 1
-        return spans[0][0] if told or header is None else header, spans[-1][0], spans if told else None
+        last = max([spans[-1][0], *(choice.version_spans[-1][0] for choice in reply.choices if choice.version_spans)])
+        return spans[0][0] if told or header is None else header, last, spans if told else None
 
     def _request_body(self) -> bytes:
         if self._request is not None:

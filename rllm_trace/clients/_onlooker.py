@@ -34,6 +34,8 @@ class Onlooker:
     def feed(self, chunk: bytes) -> bytes:
         call = self._call
         call.first_chunk()
+        if not (self._is_events or self._pieces or self._encoding) and call.looks_streamed(chunk):
+            self._events, self._is_events, self._holds_back = call.events(), True, False
         events = self._events
         if events is None:
             self._pieces.append(chunk)
