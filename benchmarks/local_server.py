@@ -2,10 +2,12 @@
 
 Both serve the same model in float32 with the same number of threads, get the same prompts in the same order, sample replies of the same
 length (end-of-turn ignored) and report ids and logprobs. Rounds are interleaved, starts are not counted, prompts are new in each round; the
-median round counts. CPU time is that of all processes of a server.
+median round counts. CPU time is that of all processes of a server. A machine that is only free for a while can measure in pieces: a report
+holds its rounds, and ``--merge`` makes one report of several.
 
     python benchmarks/local_server.py --model DIR                        # the embedded server alone
     python benchmarks/local_server.py --model DIR --vllm VENV/bin/python # beside vLLM
+    python benchmarks/local_server.py --merge a.json b.json              # reports of pieces, taken together
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from rllm_trainer.serving.local import LocalServer
 
 MODEL_NAME = "policy"
 CONCURRENCY = (1, 8, 32)
-REQUESTS = {1: 3, 8: 16, 32: 64}
+REQUESTS = {1: 3, 8: 16, 32: 32}
 WORDS = ("river", "stone", "seven", "paper", "light", "under", "green", "table", "often", "music", "north", "bread")
 
 
@@ -61,6 +63,16 @@ class Round(msgspec.Struct, kw_only=True):
 
 def main() -> None:
     options = _options()
+    if options.merge:
+        report = _merged([json.loads(Path(path).read_text()) for path in options.merge])
+    else:
+        report = _measured(options)
+    print(json.dumps(report["results"] | {"swap": report["swap"]}, indent=1))
+    if options.out:
+        Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _measured(options: argparse.Namespace) -> dict[str, Any]:
     model = resolve_model(options.model)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -69,18 +81,26 @@ def main() -> None:
         targets = [Target(name="local", base_url=local.base_url, api_key=local.api_key, pid=local.pid, log=folder / "server.log")]
         if options.vllm:
             targets.append(stack.enter_context(_vllm(options, model, folder)))
-        results = {concurrency: _compare(targets, concurrency, options) for concurrency in options.concurrency}
-        report = {
-            "threads": options.threads,
-            "prompt_words": options.prompt_words,
-            "reply_tokens": options.reply_tokens,
-            "rounds": options.rounds,
-            "results": results,
+        rounds = {str(concurrency): _rounds(targets, concurrency, options) for concurrency in options.concurrency}
+        return {
+            "settings": {name: getattr(options, name) for name in ("threads", "prompt_words", "reply_tokens", "stream")},
+            "rounds": msgspec.to_builtins(rounds),
+            "results": {concurrency: _summary(concurrency, measured) for concurrency, measured in rounds.items()},
             "swap": _swap(local, model),
         }
-    print(json.dumps(report, indent=1))
-    if options.out:
-        Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _merged(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    if any(report["settings"] != reports[0]["settings"] for report in reports):
+        raise SystemExit("got reports of different settings; expected pieces of one measurement")
+    rounds: dict[str, dict[str, list[Round]]] = {}
+    for report in reports:
+        for concurrency, measured in msgspec.convert(report["rounds"], dict[str, dict[str, list[Round]]]).items():
+            for name, more in measured.items():
+                rounds.setdefault(concurrency, {}).setdefault(name, []).extend(more)
+    results = {concurrency: _summary(concurrency, measured) for concurrency, measured in sorted(rounds.items(), key=lambda kv: int(kv[0]))}
+    swap = {key: statistics.median(report["swap"][key] for report in reports) for key in reports[0]["swap"]}
+    return {"settings": reports[0]["settings"], "rounds": msgspec.to_builtins(rounds), "results": results, "swap": swap}
 
 
 def _options() -> argparse.Namespace:
@@ -94,11 +114,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", default=CONCURRENCY, choices=CONCURRENCY)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--stream", action="store_true", help="ask for streamed replies")
+    parser.add_argument("--merge", nargs="+", default=None, help="reports of pieces: measure nothing, take their rounds together")
     parser.add_argument("--out", default=None, help="write the report to this file too")
     return parser.parse_args()
 
 
-def _compare(targets: list[Target], concurrency: int, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+def _rounds(targets: list[Target], concurrency: int, options: argparse.Namespace) -> dict[str, list[Round]]:
     rounds: dict[str, list[Round]] = {target.name: [] for target in targets}
     for number in range(options.rounds + 1):
         order = targets if number % 2 else targets[::-1]
@@ -106,16 +127,20 @@ def _compare(targets: list[Target], concurrency: int, options: argparse.Namespac
             measured = _round(target, concurrency, number, options)
             if number:  # the first one warms up
                 rounds[target.name].append(measured)
-    summary = {name: _summary(measured) for name, measured in rounds.items()}
-    if len(targets) == 2:
+    return rounds
+
+
+def _summary(concurrency: str, rounds: dict[str, list[Round]]) -> dict[str, dict[str, float]]:
+    summary = {name: _medians(measured) for name, measured in rounds.items()}
+    if "vllm" in summary:
         ours, theirs = summary["local"], summary["vllm"]
         summary["local / vllm"] = {key: round(ours[key] / theirs[key], 2) for key in ours}
     for name, figures in summary.items():
-        print(f"{concurrency:3d} concurrent  {name:14s}{figures}", flush=True)
+        print(f"{concurrency:>3s} concurrent  {name:14s}{figures}", flush=True)
     return summary
 
 
-def _summary(rounds: list[Round]) -> dict[str, float]:
+def _medians(rounds: list[Round]) -> dict[str, float]:
     return {
         "tokens_per_s": round(statistics.median(r.tokens / r.wall_s for r in rounds), 1),
         "tokens_per_cpu_s": round(statistics.median(r.tokens / r.cpu_s for r in rounds), 1),

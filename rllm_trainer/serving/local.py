@@ -151,6 +151,18 @@ class LocalServer:
             raise ServerError(f"the local server has ended; last lines of {self._child.log_path}:\n{self._child.log_tail()}")
         self._call("GET", "/health", timeout=30.0)
 
+    def pause(self, *, after_tokens: int = 0, timeout: float = 60.0) -> None:
+        """Stand still, once so many more tokens have been sampled, until ``resume`` or the next pause; requests are taken in and kept.
+
+        Returns when the server stands still. A swap meanwhile is done at once, and reported with the first token after the pause.
+        Raises ``ServerError`` if it does not within ``timeout`` seconds.
+        """
+        self._call("POST", "/rllm/pause", {"after_tokens": after_tokens}, timeout)
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self._call("POST", "/rllm/resume", {})
+
     def swap(self, weights: WeightsFile, *, probe: Probe | None = None) -> SwapReport:
         """Serve other weights of the same model from the next token on; requests in flight go on with them.
 

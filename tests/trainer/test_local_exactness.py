@@ -241,22 +241,32 @@ def test_a_swap_keeps_requests_and_stamps_their_tokens(family: str, request: pyt
     model = request.getfixturevalue({"qwen2": "tiny", "llama": "llama"}[family])
     files = [changed_weights(model, tmp_path / f"v{n}.safetensors", n) for n in (1, 2, 3)]
     versions = [reference(model), *(reference(model, file.path) for file in files)]
-    sampled = server.stats()["sampled_tokens"]
 
-    async def reached(tokens: int) -> None:
-        while (await asyncio.to_thread(server.stats))["sampled_tokens"] < sampled + tokens:
+    async def until(holds: Callable[[dict[str, Any]], bool]) -> None:
+        while not holds(await asyncio.to_thread(server.stats)):
             pass
 
     async def run() -> list[dict[str, Any]]:
         asked = [chat("count " * (n % 5), max_tokens=500, ignore_eos=True, seed=n) for n in range(16)]
+        server.pause()
+        swaps = server.stats()["swaps"]
         asking = asyncio.create_task(post(server, "/chat/completions", *asked))
+        await until(lambda stats: stats["running"] + stats["waiting"] == 16)
         for count, file in enumerate(files, start=1):
-            await asyncio.wait_for(reached(200 * count), 60)
-            report = await asyncio.to_thread(server.swap, file)
+            await asyncio.to_thread(server.pause, after_tokens=200)
+            swapping = asyncio.create_task(asyncio.to_thread(server.swap, file))
+            await until(lambda stats, done=swaps + count: stats["swaps"] == done)
+            await asyncio.to_thread(server.pause, after_tokens=1)
+            report = await swapping
             assert (report.version, report.proof, report.requests_in_flight) == (count, "digest", 16)
+        server.resume()
         return await asking
 
-    for body in asyncio.run(run()):
+    try:
+        bodies = asyncio.run(asyncio.wait_for(run(), 120))
+    finally:
+        server.resume()
+    for body in bodies:
         prompt = body["prompt_token_ids"]
         ((ids, logprobs),) = replies(body)
         spans = body["metadata"]["weight_versions"]

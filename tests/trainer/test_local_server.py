@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,10 @@ def test_a_streamed_reply_is_the_unstreamed_one(http: httpx.Client, fields: dict
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"logit_bias": {"9999": 1}}, "logit_bias"),
+        ({"response_format": {"type": "text", "json_schema": {"name": "n", "schema": {}}}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format.json_schema"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"parallel_tool_calls": True, "tools": []}, "parallel_tool_calls"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"stream_options": {"chunk": 1}, "stream": True}, "stream_options.chunk"),
     ],
@@ -337,23 +341,29 @@ def test_a_client_that_leaves_frees_its_place(server: LocalServer) -> None:
     """A request whose client is gone is cancelled, streamed or not, and never sampled to its end."""
     before = server.stats()
 
+    async def until(holds: Callable[[dict[str, Any]], bool]) -> None:
+        while not holds(await asyncio.to_thread(server.stats)):
+            pass
+
     async def leave() -> None:
+        server.pause()
         async with httpx.AsyncClient(base_url=server.base_url, headers=key(server), timeout=60, trust_env=False) as client:
             body = {"messages": HELLO, "max_tokens": 400, "ignore_eos": True}
             plain = asyncio.create_task(client.post("/chat/completions", json={**body, "n": 8}))
             async with client.stream("POST", "/chat/completions", json={**body, "stream": True}) as response:
                 lines = response.aiter_lines()
+                await until(lambda stats: stats["running"] + stats["waiting"] == 9)
+                await asyncio.to_thread(server.pause, after_tokens=90)
                 for _ in range(5):
                     await anext(lines)
                 plain.cancel()
-        while True:
-            stats = await asyncio.to_thread(server.stats)
-            if stats["cancelled"] - before["cancelled"] == 9:
-                return
-            await asyncio.sleep(0.01)
+        await until(lambda stats: stats["cancelled"] - before["cancelled"] == 9)
 
-    asyncio.run(asyncio.wait_for(leave(), 30))
-    stats = server.stats()
+    try:
+        asyncio.run(asyncio.wait_for(leave(), 30))
+        stats = server.stats()
+    finally:
+        server.resume()
     assert stats["running"] == stats["waiting"] == 0
 
 

@@ -26,6 +26,7 @@ from rllm_trainer.serving._local.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    PauseRequest,
     ScoreRequest,
     SwapRequest,
     TokenizeRequest,
@@ -94,6 +95,8 @@ def make_app(service: Service) -> Starlette:
         "/tokenize": ("POST", _tokenize),
         "/detokenize": ("POST", _detokenize),
         "/rllm/swap": ("POST", _swap),
+        "/rllm/pause": ("POST", _pause),
+        "/rllm/resume": ("POST", _resume),
         "/rllm/score": ("POST", _score),
         "/rllm/digest": ("GET", _digest),
         "/rllm/stats": ("GET", _stats),
@@ -340,6 +343,20 @@ async def _score(service: Service, request: Request) -> Response:
         return _GONE
     rows = [[None if value != value else value for value in job.logprobs.tolist()] for job in scored]
     return _json({"logprobs": rows, "versions": [job.version for job in scored]})
+
+
+async def _pause(service: Service, request: Request) -> Response:
+    asked = decode(await _body(request), PauseRequest)
+    begun = asyncio.wrap_future(service.scheduler.pause(asked.after_tokens))
+    await asyncio.wait({begun})
+    if begun.cancelled():
+        raise ApiError(409, "this pause was ended before it began: by /rllm/resume, or by another one", code="pause_ended")
+    return _json({"sampled_tokens": service.scheduler.stats.sampled_tokens})
+
+
+async def _resume(service: Service, request: Request) -> Response:
+    service.scheduler.resume()
+    return _json({})
 
 
 async def _swap(service: Service, request: Request) -> Response:

@@ -15,6 +15,7 @@ __all__ = [
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
+    "PauseRequest",
     "ResponseFormat",
     "ScoreRequest",
     "StreamOptions",
@@ -157,6 +158,13 @@ class SwapRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """If given, what ``_digest.py`` says of the file's tensors: the new buffers are hashed and compared before they are served."""
     lora: bool = False
     """The file is an adapter over the weights that the server was started with."""
+
+
+class PauseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /rllm/pause``: answered once the server stands still; requests are taken in and kept until ``/rllm/resume``."""
+
+    after_tokens: _Count = 0
+    """How many more tokens are to be sampled before it does."""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

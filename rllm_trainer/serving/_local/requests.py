@@ -75,6 +75,7 @@ class Intake:
         if request.stream_options is not None and not request.stream:
             raise ApiError(400, "got stream_options without stream; set stream to true", param="stream_options", code="invalid_value")
         tools = _checked_tools(request.tools)
+        _check_idle(request)
         mode, forced = _tool_mode(request, tools)
         grammar = self._grammar(request, forced)
         ids = request.prompt_token_ids
@@ -253,6 +254,25 @@ def _checked_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):  # pyright: ignore[reportUnknownMemberType]
             raise ApiError(400, f"got tool {tool!r}; expected type 'function' with a function.name", param="tools", code="invalid_value")
     return tools or []
+
+
+def _check_idle(request: ChatRequest) -> None:
+    """Refuses fields that would change nothing."""
+    form = request.response_format
+    if form is not None and form.json_schema is not None and form.type != "json_schema":
+        raise ApiError(
+            400,
+            f"got response_format.json_schema with type {form.type!r}, which has no use for it; expected type 'json_schema'",
+            param="response_format.json_schema",
+            code="invalid_value",
+        )
+    if request.parallel_tool_calls is not None and not request.tools:
+        raise ApiError(
+            400,
+            "got parallel_tool_calls without tools, where it does nothing; leave it out",
+            param="parallel_tool_calls",
+            code="invalid_value",
+        )
 
 
 def _tool_mode(request: ChatRequest, tools: list[dict[str, Any]]) -> tuple[ToolMode, list[dict[str, Any]]]:

@@ -3,7 +3,7 @@
 Continuous batching: jobs join and leave between steps. Every step takes one token of each decoding job and, beside them, chunks of
 prompts in order of arrival. A job whose prompt shares a longer prefix with one being computed than with the cache waits for it, so that a
 shared prompt is computed once. A swap happens between two steps: every job goes back to the queue with the ids it has, is computed again
-under the new weights, and no token of it is lost.
+under the new weights, and no token of it is lost. A paused server takes no step, but takes in, swaps and cancels as ever.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class Stats(msgspec.Struct, kw_only=True):
     """Jobs set back for want of memory and computed again."""
     swaps: int = 0
     cancelled: int = 0
+    busy_seconds: float = 0.0
+    """Time spent in steps; the rest was waiting for work."""
 
 
 class _Swap(msgspec.Struct, kw_only=True, eq=False):
@@ -72,6 +74,12 @@ class _Swap(msgspec.Struct, kw_only=True, eq=False):
     done: Future[Swapped]
     started: float = 0.0
     in_flight: int = 0
+
+
+class _Pause(msgspec.Struct, kw_only=True, eq=False):
+    at: int
+    """Tokens sampled since the start when it begins."""
+    begun: Future[None]
 
 
 class Scheduler:
@@ -85,6 +93,9 @@ class Scheduler:
         self._wake = threading.Condition()
         self._inbox: list[Job] = []
         self._swaps: deque[_Swap] = deque()
+        self._pause: _Pause | None = None
+        self._stirred = False
+        """Something is to be looked at though nothing was sent in: a cancelled job, a pause, its end."""
         self._arrivals = 0
         self._waiting: list[Job] = []
         self._active: dict[int, Job] = {}
@@ -110,7 +121,7 @@ class Scheduler:
         with self._wake:
             for job in jobs:
                 job.cancelled = True
-            self._wake.notify()
+            self._stir()
 
     def swap(self, weights: Any, version: int) -> Future[Swapped]:
         """Serve these from the next step on."""
@@ -120,6 +131,29 @@ class Scheduler:
             self._wake.notify()
         return swap.done
 
+    def pause(self, after_tokens: int) -> Future[None]:
+        """Take no further step once so many more tokens have been sampled; done when the pause begins. A pause before it is over."""
+        pause = _Pause(at=self.stats.sampled_tokens + after_tokens, begun=Future())
+        with self._wake:
+            self._end_pause()
+            self._pause = pause
+        return pause.begun
+
+    def resume(self) -> None:
+        """The pause is over, or its beginning is no longer waited for."""
+        with self._wake:
+            self._end_pause()
+
+    def _end_pause(self) -> None:
+        if self._pause is not None:
+            self._pause.begun.cancel()
+        self._pause = None
+        self._stir()
+
+    def _stir(self) -> None:
+        self._stirred = True
+        self._wake.notify()
+
     def run(self) -> None:
         """For ever. What it raises is the end of the server."""
         with torch.inference_mode():
@@ -128,13 +162,25 @@ class Scheduler:
                 self._drop_cancelled()
                 self._give_up(self._runner.crowded_out())
                 self._admit()
-                if self._active:
+                if self._active and not self._paused():
+                    started = time.monotonic()
                     self._step()
+                    self.stats.busy_seconds += time.monotonic() - started
+
+    def _paused(self) -> bool:
+        with self._wake:
+            if self._pause is None or self.stats.sampled_tokens < self._pause.at:
+                return False
+            if not self._pause.begun.done():
+                self._pause.begun.set_result(None)
+            return True
 
     def _take_in(self) -> None:
+        paused = self._paused()
         with self._wake:
-            while not (self._inbox or self._swaps or self._active or self._waiting):
+            while not (self._inbox or self._swaps or self._stirred or ((self._active or self._waiting) and not paused)):
                 self._wake.wait()
+            self._stirred = False
             self._waiting += self._inbox
             self._inbox.clear()
             swaps = list(self._swaps)
