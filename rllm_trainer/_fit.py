@@ -27,9 +27,9 @@ from rllm_trainer.plan import Ask, RunPlan, limits_of, plan_run
 from rllm_trainer.plots import draw_reward_curve
 from rllm_trainer.processes import route_to, running
 from rllm_trainer.report import Report
-from rllm_trainer.rollout.record import RolloutLog, read_rollouts
+from rllm_trainer.rollout.live import live_source
+from rllm_trainer.rollout.record import RolloutLog
 from rllm_trainer.rollout.runner import RunInterrupted, Runner
-from rllm_trainer.rollout.source import LiveSource
 from rllm_trainer.samples import Counters
 from rllm_trainer.serving.base import Server
 from rllm_trainer.template import template_breaks, tokenize_with
@@ -162,17 +162,17 @@ def _run(ask: Ask, plan: RunPlan, report: Report, stop: threading.Event) -> FitR
                 stop=stop,
             )
         before = _before(plan, evaluator, metrics, report)
-        source = LiveSource(
+        source = live_source(
             plan.batches(),
             runner,
             route_to(server, settings, sites),
-            group_size=settings.group_size,
-            seed=settings.seed,
+            settings=settings,
+            state=plan.state,
             log=log,
             report=report,
             stop=stop,
-            begun=read_rollouts(run_dir, steps=[plan.state.step + 1]) if plan.resumed else None,
         )
+        open_.callback(source.close)
         checkpoints = Checkpoints(run_dir, settings.keep)
         parts = Parts(
             settings=settings,

@@ -22,8 +22,9 @@ import msgspec
 from rllm_trainer.engine.base import Engine
 from rllm_trainer.exceptions import CheckpointError
 from rllm_trainer.rollout.record import ROLLOUTS_FILE
+from rllm_trainer.state import State
 
-__all__ = ["SETTINGS_FILE", "Checkpoints", "State", "export_model", "new_run_dir", "owned", "require_same", "write_json"]
+__all__ = ["SETTINGS_FILE", "Checkpoints", "export_model", "new_run_dir", "owned", "require_same", "write_json"]
 
 _FOLDER = "checkpoints"
 _STATE = "state.json"
@@ -32,19 +33,6 @@ _LOCK = ".lock"
 SETTINGS_FILE = "settings.json"
 _OF_THE_ENGINE = re.compile(r"optimizer\.safetensors|random-\d+\.safetensors|engine\.json|rllm-files\.json")
 _NAME = re.compile(r"step-(\d{6})")
-
-
-class State(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run stands between two steps."""
-
-    step: int = 0
-    """Steps done; the next one is ``step + 1``."""
-    version: int = 0
-    """Version of the weights; falls behind ``step`` where steps had nothing to learn from."""
-    steps: int | None = None
-    """Steps in all; None: until the rows run out."""
-    fingerprint: dict[str, Any] = {}
-    """What must be the same for a run to be continued: rows, model, seed, batch and group size, algorithm."""
 
 
 class Checkpoints:

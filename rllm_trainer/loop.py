@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from rllm_trace.routing import CallSites
-from rllm_trainer.checkpoint import Checkpoints, State
+from rllm_trainer.checkpoint import Checkpoints
 from rllm_trainer.config import Settings
 from rllm_trainer.correction import WIDE_GAP
 from rllm_trainer.engine.base import Engine
@@ -42,6 +42,7 @@ from rllm_trainer.samples import Counters, SampleSet
 from rllm_trainer.schedule import learning_rate
 from rllm_trainer.serving.base import Server
 from rllm_trainer.serving.proof import pick_probe
+from rllm_trainer.state import State
 from rllm_trainer.trainability import (
     WARN_EXCLUDED,
     excluded_share,

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from rllm_trainer.advantages import rule_named
-from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, State, new_run_dir, require_same, write_json
+from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, new_run_dir, require_same, write_json
 from rllm_trainer.config import SettingRow, Settings, make_settings, table
 from rllm_trainer.engine.memory import free_memory, model_shape, require_memory
 from rllm_trainer.engine.verl_settings import child_settings
@@ -28,6 +28,7 @@ from rllm_trainer.rollout.arguments import Binder, app_name
 from rllm_trainer.rollout.dataset import FixedTasks, StreamedTasks, Task, read_tasks, require_disjoint
 from rllm_trainer.rollout.rewards import RewardPlan, plan_rewards
 from rllm_trainer.rollout.runner import Limits
+from rllm_trainer.state import State
 
 __all__ = ["Ask", "RunPlan", "fixed_tasks", "guarded", "limits_of", "plan_run", "require_arguments"]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -52,14 +53,14 @@ class RolloutLog:
 
     def __init__(self, folder: Path) -> None:
         self._episodes = JSONLExporter(folder / EPISODES_FILE, capture_content=True, tokens=True)
+        self._folder = folder
         self._path = folder / ROLLOUTS_FILE
         _end_last_line(self._path)
         self._file = self._path.open("ab")
+        self._lock = threading.Lock()
 
     def write(self, rollout: Rollout, *, step: int, split: Split, kind: Literal["ended", "retried", "extra"] = "ended") -> None:
-        """One rollout and its episode."""
-        if rollout.episode is not None:
-            self._episodes.export_episode(rollout.episode)
+        """One rollout and its episode; from any thread."""
         line = RolloutLine(
             step=step,
             split=split,
@@ -75,13 +76,20 @@ class RolloutLog:
             policy_version=rollout.policy_version,
             seconds=rollout.seconds,
         )
-        self._file.write(msgspec.json.encode(line) + b"\n")
-        self._file.flush()
+        with self._lock:
+            if rollout.episode is not None:
+                self._episodes.export_episode(rollout.episode)
+            self._file.write(msgspec.json.encode(line) + b"\n")
+            self._file.flush()
 
     def extra(self, rollout: Rollout, episodes: Sequence[Episode], *, step: int, split: Split) -> None:
         """Further episodes of the same run of the app."""
         for episode in episodes:
             self.write(msgspec.structs.replace(rollout, episode=episode), step=step, split=split, kind="extra")
+
+    def read(self, steps: Iterable[int]) -> dict[int, list[Rollout]]:
+        """Training step -> its rollouts on file."""
+        return read_rollouts(self._folder, steps=steps)
 
     def close(self) -> None:
         self._file.close()

@@ -21,9 +21,10 @@ from rllm_trainer.rollout.attempt import Conditions, Job, Outcome
 from rllm_trainer.rollout.dataset import Task
 from rllm_trainer.rollout.record import RolloutLog, Split, groups_of
 from rllm_trainer.rollout.runner import Listener, Runner
+from rllm_trainer.state import Cursor
 from rllm_trainer.types import Group, Rollout
 
-__all__ = ["Collected", "LiveSource", "RecordedSource", "Source", "rollout_seed", "run_jobs"]
+__all__ = ["Collected", "LiveSource", "OnFile", "RecordedSource", "Source", "rollout_seed", "run_jobs"]
 
 
 class Collected(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +45,10 @@ class Source(Protocol):
 
     def collect(self, step: int, version: int) -> Collected | None:
         """The groups of one step under the weights being served; None: there is no more."""
+        ...
+
+    def cursor(self) -> Cursor | None:
+        """What a checkpoint needs to go on from here; None: the number of steps done says it."""
         ...
 
 
@@ -101,6 +106,12 @@ class LiveSource:
         ids = {task.id for task in tasks}
         return Collected(groups=groups_of([*(r for r in kept.values() if r.task_id in ids), *rollouts]), seconds=seconds, notes=notes)
 
+    def cursor(self) -> Cursor | None:
+        return None
+
+    def close(self) -> None:
+        """Nothing runs between steps."""
+
 
 class RecordedSource:
     """Reads the groups of each step from what a run recorded."""
@@ -111,6 +122,9 @@ class RecordedSource:
     def collect(self, step: int, version: int) -> Collected | None:
         found = self._rollouts.get(step)
         return Collected(groups=groups_of(found), seconds=0.0) if found else None
+
+    def cursor(self) -> Cursor | None:
+        return None
 
 
 def rollout_seed(seed: int, task_id: str, index: int, step: int) -> int:
@@ -134,14 +148,14 @@ def run_jobs(
     """Run jobs, put every rollout on file as it ends, and say what was tried again. Gives the rollouts and the seconds."""
     started = time.monotonic()
     with report.batch(f"{split} {step}", len(jobs)) as advance:
-        listener = _OnFile(log, report, advance, step=step, split=split)
+        listener = OnFile(log, report, advance, step=step, split=split)
         rollouts = runner.run(jobs, conditions, listener=listener, stop=stop)
     for sentence in listener.notes():
         notes(sentence)
     return rollouts, time.monotonic() - started
 
 
-class _OnFile(Listener):
+class OnFile(Listener):
     """Writes what the runner tells, and counts what is worth a note."""
 
     def __init__(self, log: RolloutLog | None, report: Report, advance: Callable[[Rollout], None], *, step: int, split: Split) -> None:

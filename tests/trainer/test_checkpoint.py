@@ -4,9 +4,10 @@ import datetime
 
 import pytest
 
-from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, State, new_run_dir, owned, require_same, write_json
+from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, new_run_dir, owned, require_same, write_json
 from rllm_trainer.exceptions import CheckpointError
 from rllm_trainer.rollout.record import EPISODES_FILE, ROLLOUTS_FILE, RolloutLog, groups_of, read_lines, read_rollouts
+from rllm_trainer.state import State
 from rllm_trainer.testing import make_call, make_episode
 from rllm_trainer.types import Rollout
 

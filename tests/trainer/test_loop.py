@@ -9,7 +9,7 @@ import pytest
 
 from rllm_trace.routing import CallSites
 from rllm_trace.types import Logprobs
-from rllm_trainer.checkpoint import Checkpoints, State
+from rllm_trainer.checkpoint import Checkpoints
 from rllm_trainer.config import make_settings
 from rllm_trainer.engine.verl import VerlEngine
 from rllm_trainer.exceptions import TooManyFaults
@@ -20,6 +20,7 @@ from rllm_trainer.report import Report
 from rllm_trainer.rollout.record import RolloutLog, read_rollouts
 from rllm_trainer.rollout.runner import RunInterrupted
 from rllm_trainer.rollout.source import RecordedSource
+from rllm_trainer.state import State
 from rllm_trainer.testing import make_call, make_choice, make_episode
 from rllm_trainer.types import Rollout
 
