@@ -36,6 +36,7 @@ _CHOICE: Final[dict[str, Any]] = {
     "tool_calls": "string",
     "finish_reason": "string",
     "stop_reason": "string",
+    "version_spans": "string",
     "token_ids": ["int32"],
     "logprobs": ["float"],
 }

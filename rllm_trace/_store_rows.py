@@ -38,7 +38,7 @@ _CALL_SCALARS: Final = (
 )  # fmt: skip
 _CALL_JSON: Final = ("sampling", "requested_sampling", "version_spans")
 _CHOICE_SCALARS: Final = ("index", "token_ids", "logprobs", "text", "reasoning", "refusal", "finish_reason")
-_CHOICE_JSON: Final = ("tool_calls", "stop_reason")
+_CHOICE_JSON: Final = ("tool_calls", "stop_reason", "version_spans")
 _TOOL_SCALARS: Final = ("span_id", "parent_id", "name", "started", "ended")
 _TOOL_JSON: Final = ("arguments", "result")
 _TRAJECTORY_SCALARS: Final = ("id", "name", "parent_id", "reward", "started", "ended")
@@ -232,7 +232,7 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
 def _restored_calls(rows: Sequence[Mapping[str, Any]]) -> list[ModelCall]:
     made: list[ModelCall] = []
     for row in rows:
-        choices = [Choice(**_fields(Choice, choice, _CHOICE_SCALARS, _CHOICE_JSON)) for choice in row["choices"]]
+        choices = [_choice(choice) for choice in row["choices"]]
         shared = made[int(row["messages_from"])].messages[: row["messages_shared"]] if row["messages_from"] is not None else []
         tools = made[int(row["tools_from"])].tools if row["tools_from"] is not None else _open(row["tools"])
         made.append(
@@ -265,6 +265,12 @@ def _prompt(row: Mapping[str, Any], made: Sequence[ModelCall]) -> TokenIds | Non
 
 def _tool(row: Mapping[str, Any]) -> ToolCall:
     return ToolCall(**_fields(ToolCall, row, _TOOL_SCALARS, _TOOL_JSON), error=_optional(ErrorInfo, row.get("error")))
+
+
+def _choice(row: Mapping[str, Any]) -> Choice:
+    fields: dict[str, Any] = _fields(Choice, row, _CHOICE_SCALARS, _CHOICE_JSON)
+    fields["version_spans"] = _spans(row.get("version_spans"))
+    return Choice(**fields)
 
 
 def _spans(text: str | None) -> list[tuple[int, int, int]] | None:

@@ -71,6 +71,7 @@ class _ChoiceText(msgspec.Struct, kw_only=True, omit_defaults=True):
     refusal: str | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    version_spans: list[tuple[int, int, int]] | None = None
 
 
 def pack_ids(ids: TokenIds) -> str:

@@ -44,8 +44,8 @@ class Reply(msgspec.Struct, kw_only=True):
     headers: dict[str, str] = {}
     usage: dict[str, int] | None = None
     """None: counted from the ids."""
-    weight_versions: list[tuple[int, int, int]] = []
-    """(version, first token, end token); also sent as ``x-rllm-policy-version``, the first one."""
+    weight_versions: list[tuple[int, int, int] | tuple[int, int, int, int]] = []
+    """(version, first token, end token), of a choice above 0 with its index; also sent as ``x-rllm-policy-version``, the first one."""
     omit: frozenset[str] = frozenset()
     """Wire fields that are left out although asked for: ``prompt_token_ids``, ``token_ids``, ``logprobs``, ``usage``, ``done``."""
     tokens_per_chunk: int = 1
@@ -100,7 +100,10 @@ def _usage(choices: Sequence[ReplyChoice], reply: Reply) -> dict[str, int]:
 def _metadata(reply: Reply) -> dict[str, Any]:
     if not reply.weight_versions:
         return {}
-    spans = [{"version": str(version), "start": start, "end": end} for version, start, end in reply.weight_versions]
+    spans = [
+        {"version": str(version), "start": start, "end": end} | ({"choice": choice[0]} if choice else {})
+        for version, start, end, *choice in reply.weight_versions
+    ]
     return {"metadata": {"weight_version": spans[-1]["version"], "weight_versions": spans}}
 
 

@@ -170,6 +170,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     """vLLM's field: the stop string or token that ended the reply."""
+    version_spans: list[tuple[int, int, int]] | None = None
+    """(version, first token, end token) of this reply, where the server reports them for a choice above 0; choice 0's are the call's."""
 
 
 class ModelCall(msgspec.Struct, frozen=True, kw_only=True):

@@ -224,7 +224,6 @@ def _versions(call: ModelCall, choice: Choice) -> Int32:
     """Version of each token. What the server does not tell token by token is given the oldest version it can have: the call's start."""
     oldest = _UNTOLD if call.policy_version_start is None else call.policy_version_start
     versions = np.full(len(choice.token_ids or ()), oldest, np.int32)
-    if call.version_spans and choice.index == 0:
-        for version, start, stop in call.version_spans:
-            versions[start:stop] = version
+    for version, start, stop in (call.version_spans if choice.index == 0 else choice.version_spans) or ():
+        versions[start:stop] = version
     return versions

@@ -26,15 +26,14 @@ from rllm_trace.clients._events import EventReader
 from rllm_trace.clients._onlooker import Onlooker
 from rllm_trace.clients._responses import ResponsesReader, read_response
 from rllm_trace.clients._stream import tee
-from rllm_trace.exceptions import CallRefusedError
 from rllm_trace.routing import Endpoint, Route, call_seed, current_route, redirects, reshaped, settings_of
 from rllm_trace.types import ErrorInfo
 
 __all__ = ["ClientCall", "Destination"]
 
 _MAX_MESSAGE: Final = 2_000
-_CUT_OFF: Final = frozenset({"abort", "error"})
-"""Finish reasons that a server gives to a reply that it broke off."""
+_CUT_OFF: Final = frozenset({"abort", "error", "cancelled", "failed", "in_progress", "queued"})
+"""Finish reasons that a server gives to a reply that it broke off, or has not written yet (a response in the background)."""
 _MEDIA: Final = frozenset(
     {"image_url", "input_image", "image", "input_audio", "audio", "audio_url", "video_url", "video", "file", "input_file"}
 )
@@ -139,15 +138,10 @@ class ClientCall:
             self.body, self.added, self.keep = asking.body, asking.added, asking.keep
 
     def _redirect(self, route: Route) -> None:
-        if self.operation == "responses":
-            raise CallRefusedError(
-                "responses.create cannot be sent to the policy: the served model answers chat.completions and completions only. "
-                "Use chat.completions in this app, limit fit(replaces=[...]) to other models, or put the call under rllm.no_train."
-            )
         scope = self.open.scope
         endpoint = route.endpoint(scope)
         seed = None if scope.episode.seed is None else call_seed(scope.episode.seed, scope.trajectory_name, self.open.number)
-        self.body, self.changed = reshaped(self.app_body, route, endpoint.model, seed)
+        self.body, self.changed = reshaped(self.app_body, route, endpoint.model, seed, self.operation)
         self.endpoint, self.model, self.server = endpoint, endpoint.model, urlsplit(endpoint.base_url).netloc.rpartition("@")[2]
         self.timeout = route.call_timeout
         self.hide(endpoint.api_key)
@@ -218,14 +212,14 @@ class ClientCall:
         """The reply in an unstreamed body, and the body as the app is to see it."""
         try:
             if self.operation == "responses":
-                return read_response(raw), raw
+                return read_response(raw, self.keep)
             return read_reply(raw, self.keep)
         except UNREADABLE:
             return Reply(fault=_exact.UNREADABLE), shown_unread(raw, self.keep)
 
     def events(self) -> EventReader | ResponsesReader:
         """A reader for this call's event stream."""
-        return ResponsesReader() if self.operation == "responses" else EventReader(self.keep)
+        return ResponsesReader(self.keep) if self.operation == "responses" else EventReader(self.keep)
 
     def looks_streamed(self, raw: bytes) -> bool:
         """Whether a body that is not called an event stream is read as one: the SDK goes by what was asked for, not by the type."""
@@ -315,11 +309,18 @@ class ClientCall:
             return _exact.FAILED
         if not complete:
             return _exact.INCOMPLETE
-        if reply.choices and len(reply.choices) < self._expected:
-            return f"{_exact.NO_CHOICES}: {len(reply.choices)} of {self._expected}"
-        if reply.fault in _exact.ABSENT and not (self.body.get("return_token_ids") and self.body.get("logprobs") is not None):
+        if reply.choices and len(reply.choices) < self.expected:
+            return f"{_exact.NO_CHOICES}: {len(reply.choices)} of {self.expected}"
+        if reply.fault in _exact.ABSENT and not self._has_asked:
             return _exact.NOT_ASKED
         return reply.fault or _exact.sampling_reason(self.body)
+
+    @property
+    def _has_asked(self) -> bool:
+        """Whether the server had reason to tell ids and logprobs. The policy's tells them with every response unasked."""
+        if self.operation == "responses":
+            return self.endpoint is not None
+        return bool(self.body.get("return_token_ids")) and self.body.get("logprobs") is not None
 
     def _versions(self, reply: Reply, streamed: bool) -> tuple[int | None, int | None, list[tuple[int, int, int]] | None]:
         spans, header = reply.version_spans, self._header_version
@@ -353,10 +354,11 @@ class ClientCall:
 
     def is_whole(self, reply: Reply) -> bool:
         """Every choice that was asked for is there and has its finish reason."""
-        return reply.finished and len(reply.choices) >= self._expected
+        return reply.finished and len(reply.choices) >= self.expected
 
     @property
-    def _expected(self) -> int:
+    def expected(self) -> int:
+        """Choices that were asked for."""
         count = self.body.get("n")
         return count if isinstance(count, int) else 1
 

@@ -82,6 +82,7 @@ class Version(msgspec.Struct, gc=False):
     version: Any = None
     start: int = 0
     end: int = 0
+    choice: int = 0
 
 
 class Metadata(msgspec.Struct, gc=False):
@@ -226,13 +227,14 @@ def read_reply(raw: bytes, keep: Keep) -> tuple[Reply, bytes]:
     prompts = [body.prompt_token_ids, *(choice.prompt_token_ids for choice in body.choices or ())]
     prompt_ids, prompt_fault = prompt_of([ints(prompt) for prompt in prompts])
     usage = body.usage.usage() if body.usage is not None else None
+    versions = version_spans(body.metadata)
     reply = Reply(
-        choices=choices,
+        choices=with_versions(choices, versions),
         prompt_token_ids=prompt_ids,
         usage=usage,
         response_id=body.id,
         response_model=body.model,
-        version_spans=version_spans(body.metadata),
+        version_spans=versions.get(0),
         fault=prompt_fault or fault or _exact.contradiction(choices, prompt_ids, usage),
         finished=bool(choices) and all(choice.finish_reason is not None for choice in choices),
         error=error_of(body.error),
@@ -313,17 +315,28 @@ def prompt_of(reported: Sequence[list[Any] | None]) -> tuple[TokenIds | None, st
     return _exact.as_ids(there[0])
 
 
-def version_spans(metadata: msgspec.Raw) -> list[tuple[int, int, int]] | None:
-    """``[(version, first token, end token), ...]`` from a response's ``metadata``; None where it tells no version."""
+def version_spans(metadata: msgspec.Raw) -> dict[int, list[tuple[int, int, int]]]:
+    """Choice -> ``[(version, first token, end token), ...]`` from a response's ``metadata``; empty where it tells no version."""
+    found: dict[int, list[tuple[int, int, int]]] = {}
     if not metadata or VERSION_MARK not in bytes(metadata):
-        return None
+        return found
     try:
         told = _metadata(metadata)
-        if told.weight_versions:
-            return [(int(span.version), span.start, span.end) for span in told.weight_versions]
-        return None if told.weight_version is None else [(int(told.weight_version), 0, 0)]
+        for span in told.weight_versions or ():
+            found.setdefault(span.choice, []).append((int(span.version), span.start, span.end))
+        if not found and told.weight_version is not None:
+            found[0] = [(int(told.weight_version), 0, 0)]
     except (msgspec.DecodeError, TypeError, ValueError):
-        return None
+        return {}
+    return found
+
+
+def with_versions(choices: list[Choice], versions: Mapping[int, list[tuple[int, int, int]]]) -> list[Choice]:
+    """The choices, those above 0 with their own version spans; choice 0's are told for the call."""
+    return [
+        msgspec.structs.replace(choice, version_spans=versions[choice.index]) if choice.index and choice.index in versions else choice
+        for choice in choices
+    ]
 
 
 def error_of(error: Any) -> dict[str, Any] | None:

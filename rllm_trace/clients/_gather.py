@@ -23,6 +23,7 @@ from rllm_trace.clients._decode import (
     prompt_of,
     tool_call,
     version_spans,
+    with_versions,
 )
 from rllm_trace.types import Choice
 
@@ -128,7 +129,7 @@ class Gathered:
         self._choices: dict[int, _Growing] = {}
         self._prompts: list[list[Any] | None] = []
         self._usage: UsageBody | None = None
-        self._versions: list[tuple[int, int, int]] | None = None
+        self._versions: dict[int, list[tuple[int, int, int]]] = {}
         self._id: str | None = None
         self._model: str | None = None
         self._error: dict[str, Any] | None = None
@@ -160,7 +161,7 @@ class Gathered:
             if body.usage is not None:
                 self._usage = body.usage
             if body.metadata:
-                self._versions = version_spans(body.metadata) or self._versions
+                self._versions.update(version_spans(body.metadata))
             if body.error:
                 self._error = error_of(body.error)
 
@@ -175,12 +176,12 @@ class Gathered:
         prompt_ids, prompt_fault = prompt_of(self._prompts)
         usage = self._usage.usage() if self._usage is not None else None
         return Reply(
-            choices=choices,
+            choices=with_versions(choices, self._versions),
             prompt_token_ids=prompt_ids,
             usage=usage,
             response_id=self._id,
             response_model=self._model,
-            version_spans=self._versions,
+            version_spans=self._versions.get(0),
             fault=prompt_fault or fault or _exact.contradiction(choices, prompt_ids, usage),
             finished=self.finished,
             error=self._error,

@@ -88,6 +88,7 @@ def full_episode() -> Episode:
                 refusal="no",
                 finish_reason="stop",
                 stop_reason=2,
+                version_spans=[(3, 0, 2)],
             ),
             Choice(index=1, token_ids=TokenIds(), logprobs=None, finish_reason="length"),
         ],

@@ -253,6 +253,17 @@ def test_a_call_that_spans_a_swap_says_so(recording: Any) -> None:
     assert (call.policy_version_start, call.policy_version_end, call.version_spans) == (3, 4, [(3, 0, 2), (4, 2, 3)])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_choice_of_a_call_that_spans_a_swap_says_so(recording: Any, stream: bool) -> None:
+    """With n=2 each reply has its own spans; the call ends under the newest of them."""
+    versions = [(3, 0, 3), (3, 0, 1, 1), (4, 1, 3, 1)]
+    with ScriptedServer([Reply(weight_versions=versions)], api_key="policy-key") as server:
+        create = foreign_client().chat.completions.create
+        call = recording.call(lambda: list(create(**CREATE, n=2, stream=True)) if stream else create(**CREATE, n=2), route=route_to(server))
+    assert (call.policy_version_start, call.policy_version_end, call.version_spans) == (3, 4, None)
+    assert [choice.version_spans for choice in call.choices] == [None, [(3, 0, 1), (4, 1, 3)]]
+
+
 def test_embeddings_keep_their_endpoint(policy: ScriptedServer, recording: Any) -> None:
     """What is no completion goes where the app sends it."""
     with ScriptedServer(api_key="own") as own:

@@ -235,6 +235,14 @@ def test_a_call_that_spans_a_swap_says_so_per_token() -> None:
     assert samples.counters.unversioned_tokens == 0
 
 
+def test_each_choice_of_a_call_that_spans_a_swap_has_its_own_versions() -> None:
+    """With n=2 the second reply may have got further than the first when the weights were swapped."""
+    second = make_choice([7, 8, 2], index=1, version_spans=[(3, 0, 1), (4, 1, 3)])
+    call = make_call("1", [1], [7, 8, 2], second, policy_version_start=3, policy_version_end=4, version_spans=[(3, 0, 2), (4, 2, 3)])
+    samples = build_samples(make_episode(call)).samples
+    assert [row.versions.tolist() for row in samples] == [[-1, 3, 3, 4], [-1, 3, 4, 4]]
+
+
 def test_a_server_that_tells_no_version_is_counted() -> None:
     """Version -1 on trained tokens is counted, not guessed."""
     samples = build_samples(make_episode(make_call("1", [1], [7, 2], policy_version_start=None, policy_version_end=None)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rllm_trainer.serving._local.hermes import Call, HermesParser
@@ -21,13 +21,14 @@ from rllm_trainer.serving._local.tokens import Tokenizer
 __all__ = ["ChatReply", "CompletionReply", "chat_logprobs", "usage", "version_metadata"]
 
 
-def version_metadata(versions: Sequence[VersionSpan], now: int) -> dict[str, Any]:
-    """Which policy version sampled which tokens; ``now`` where no token was sampled."""
-    last = versions[-1].version if versions else now
-    return {
-        "weight_version": str(last),
-        "weight_versions": [{"version": str(v.version), "start": v.start, "end": v.end} for v in versions],
-    }
+def version_metadata(versions: Mapping[int, Sequence[VersionSpan]], now: int) -> dict[str, Any]:
+    """Which policy version sampled which tokens of which choice; ``now`` where no token was sampled. ``choice`` is told above 0."""
+    spans = [
+        {"version": str(v.version), "start": v.start, "end": v.end} | ({"choice": choice} if choice else {})
+        for choice, told in sorted(versions.items())
+        for v in told
+    ]
+    return {"weight_version": str(max((int(span["version"]) for span in spans), default=now)), "weight_versions": spans}
 
 
 def usage(asked: Sequence[Asked]) -> dict[str, Any]:
@@ -86,7 +87,7 @@ class ChatReply:
         delta, finish = self._delta(index, update)
         chunk = self._chunk(index, delta, update, finish)
         if update.finish_reason is not None:
-            chunk["metadata"] = self._metadata(index)
+            chunk["metadata"] = self._metadata([index])
         return chunk
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -95,8 +96,10 @@ class ChatReply:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model, "system_fingerprint": None}
 
-    def _metadata(self, index: int = 0) -> dict[str, Any]:
-        told = version_metadata(self._asked.jobs[index].versions, self._version)
+    def _metadata(self, choices: Sequence[int] | None = None) -> dict[str, Any]:
+        """Of these choices; None: of all."""
+        jobs = self._asked.jobs
+        told = version_metadata({i: jobs[i].versions for i in (range(len(jobs)) if choices is None else choices)}, self._version)
         malformed = [reason for parser in self._parsers or () for reason in parser.malformed]
         return {**told, "malformed_tool_calls": malformed} if malformed else told
 
@@ -182,9 +185,8 @@ class CompletionReply:
             for choice in range(self._n):
                 update = replies[choice] if replies else None
                 choices.append(self._choice(prompt * self._n + choice, asked, update, scoring))
-        versions = self._asked[0].jobs[0].versions if self._asked[0].jobs else []
         now = next((s.version for s in scored if s is not None), self._version)
-        body = {**self._head(), "choices": choices, "usage": usage(self._asked), "metadata": version_metadata(versions, now)}
+        body = {**self._head(), "choices": choices, "usage": usage(self._asked), "metadata": version_metadata(self._versions(), now)}
         if self._request.return_token_ids and len(self._asked) == 1:
             body["prompt_token_ids"] = self._asked[0].prompt_ids
         return body
@@ -211,12 +213,15 @@ class CompletionReply:
                 if len(self._asked) == 1 and index == 0:
                     chunk["prompt_token_ids"] = self._asked[prompt].prompt_ids
         if update.finish_reason is not None:
-            chunk["metadata"] = version_metadata(job.versions, self._version)
+            chunk["metadata"] = version_metadata({index: job.versions}, self._version)
         return chunk
 
     def usage_chunk(self) -> dict[str, Any]:
-        told = version_metadata(self._asked[0].jobs[0].versions, self._version)
+        told = version_metadata(self._versions(), self._version)
         return {**self._head(), "choices": [], "usage": usage(self._asked), "metadata": told}
+
+    def _versions(self) -> dict[int, list[VersionSpan]]:
+        return {prompt * self._n + job.params.choice: job.versions for prompt, asked in enumerate(self._asked) for job in asked.jobs}
 
     def _head(self) -> dict[str, Any]:
         return {"id": self.id, "object": "text_completion", "created": self._created, "model": self._model}

@@ -258,5 +258,5 @@ class ResponsesReply:
             "prompt_token_ids": self._asked.prompt_ids,
             "token_ids": [s.token_id for s in self._sampled],
             "token_logprobs": [round(s.logprob, 8) for s in self._sampled],
-            **version_metadata(self._asked.jobs[0].versions, self._version),
+            **version_metadata({0: self._asked.jobs[0].versions}, self._version),
         }
