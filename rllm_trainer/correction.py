@@ -13,15 +13,39 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from rllm_trainer.exceptions import SettingError
 from rllm_trainer.types import Float32, Int32, Mask, Row
 
-__all__ = ["WIDE_GAP", "Corrected", "Correction", "Corrector", "correct", "correct_stale"]
+__all__ = ["WIDE_GAP", "Corrected", "Correction", "Corrector", "correct", "correct_stale", "require_correction"]
 
 Correction = str | dict[str, Any]
 """One of verl's decoupled presets by name, such as ``decoupled_token_is``, or the fields of its RolloutCorrectionConfig."""
 
 WIDE_GAP = 0.02
 """Mean nats a token. Two float32 programs differ by 1e-6, float32 and bfloat16 by about 0.01; more is another model."""
+
+
+PRESETS = (
+    "decoupled_geo_rs",
+    "decoupled_geo_rs_seq_tis",
+    "decoupled_geo_rs_token_tis",
+    "decoupled_k3_rs",
+    "decoupled_k3_rs_seq_tis",
+    "decoupled_k3_rs_token_tis",
+    "decoupled_seq_is",
+    "decoupled_seq_is_rs",
+    "decoupled_token_icepop",
+    "decoupled_token_is",
+)
+"""verl 0.9's decoupled presets. Its ``bypass_...`` ones take the sampler's logprobs as the old ones and correct nothing."""
+
+
+def require_correction(correction: Correction) -> None:
+    """Raises ``SettingError`` for a preset that verl does not have, or that corrects nothing."""
+    if isinstance(correction, str) and correction not in PRESETS:
+        raise SettingError(
+            f"correction={correction!r}: choose one of {', '.join(PRESETS)}, or give fields of verl's RolloutCorrectionConfig"
+        )
 
 
 class Corrected(msgspec.Struct, frozen=True, kw_only=True):

@@ -89,6 +89,7 @@ def batch_measures(batch: Batch) -> Measures:
         }
     versions = np.concatenate([row.sample.versions[row.sample.trained_mask] for row in batch.rows]) if trained else np.zeros(0, np.int32)
     found["tokens/stale"] = int(((versions >= 0) & (versions != batch.policy_version)).sum())
+    found["tokens/oldest"] = int(batch.policy_version - versions[versions >= 0].min(initial=batch.policy_version))
     return found
 
 

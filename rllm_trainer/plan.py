@@ -18,6 +18,7 @@ import msgspec
 from rllm_trainer.advantages import rule_named
 from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, new_run_dir, require_same, write_json
 from rllm_trainer.config import SettingRow, Settings, make_settings, table
+from rllm_trainer.correction import require_correction
 from rllm_trainer.engine.memory import free_memory, model_shape, require_memory
 from rllm_trainer.engine.verl_settings import child_settings
 from rllm_trainer.exceptions import DatasetError, SettingError
@@ -97,6 +98,7 @@ def plan_run(ask: Ask, report: Report) -> RunPlan:
         refused["correction"] = "staleness=0 means that every token was sampled by the weights that are trained"
     settings = make_settings(ask.given, refused=refused)
     rule_named(settings.algorithm)
+    require_correction(settings.correction)
     name = app_name(ask.app)
     binder = Binder(ask.app)
     rewards = plan_rewards(ask.reward, ask.app)
