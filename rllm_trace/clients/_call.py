@@ -326,7 +326,7 @@ class ClientCall:
         spans, header = reply.version_spans, self._header_version
         if not spans:
             return header, None if streamed else header, None
-        told = len(spans) > 1
+        told = len(spans) > 1 or (header not in (None, spans[0][0]) and spans[0][2] > 0)  # sent before a swap, sampled after it
         last = max([spans[-1][0], *(choice.version_spans[-1][0] for choice in reply.choices if choice.version_spans)])
         return spans[0][0] if told or header is None else header, last, spans if told else None
 
