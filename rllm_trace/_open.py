@@ -249,6 +249,12 @@ class OpenEpisode:
         self._keeper.done(self)
         return True
 
+    def close(self) -> list[Span]:
+        """Takes in nothing more, and gives what it has taken in; for what is not to be handed over."""
+        with self._lock:
+            self.closed = True
+            return list(self.spans)
+
     def let_go(self) -> None:
         """After the delivery: a context that lives on, in a thread say, keeps none of the records alive."""
         self.spans, self.inboxes, self.rollout = [], (), None

@@ -29,7 +29,7 @@ from rllm_trace.exceptions import RewardError, UnknownEpisodeError
 from rllm_trace.rollouts import RewardFault
 from rllm_trace.types import ErrorInfo, Reward
 
-__all__ = ["add_reward", "reward"]
+__all__ = ["add_reward", "facts_of", "reward"]
 
 _HANDOVER: Final = 1.0
 """Seconds that an episode which has just ended may take to be delivered."""
@@ -58,7 +58,7 @@ class RewardActivity(Activity):
                 self._refuse(error_info(error))
                 warn_once(f"reward:{self.name}", f"{error}. It was not recorded", stacklevel=5)
             else:
-                self.span.facts = _facts(given)
+                self.span.facts = facts_of(given)
         self._end()
 
     def fail(self, error: BaseException) -> None:
@@ -216,11 +216,11 @@ def _span(episode_id: str, trace_id: str, root_id: str, workflow: str, given: li
         started=now,
         ended=now,
         in_reward=True,
-        facts=_facts(given),
+        facts=facts_of(given),
     )
 
 
-def _facts(given: list[Reward]) -> dict[str, Any]:
+def facts_of(given: list[Reward]) -> dict[str, Any]:
     """What a reward span says: every reward, and the first one's fields for whoever shows one."""
     first = given[0]
     facts: dict[str, Any] = {

@@ -7,17 +7,15 @@ that its calls are refused and its outcome is not listened to.
 
 from __future__ import annotations
 
-import inspect
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any
 
 import msgspec
 
 from rllm_trace._recorder import recorder
-from rllm_trace.episodes import with_rewards
 from rllm_trace.exceptions import RewardError as BadReward
 from rllm_trace.rollouts import Rollout, rollout
 from rllm_trace.routing import Endpoint, Route
@@ -27,7 +25,8 @@ from rllm_trainer.rollout.app import consumed, drained
 from rllm_trainer.rollout.arguments import Arguments
 from rllm_trainer.rollout.faults import Verdict, describe, judge, leaves_gradient
 from rllm_trainer.rollout.lane import Lane, LaneTask, stack_of_thread
-from rllm_trainer.rollout.rewards import RewardPlan, Scored, given_rewards, read_value, total_reward
+from rllm_trainer.rollout.rewards import RewardPlan, Scored, given_rewards, total_reward
+from rllm_trainer.rollout.scoring import scored_by
 
 __all__ = ["Attempt", "Conditions", "Job", "Outcome", "RolloutOver"]
 
@@ -36,7 +35,7 @@ _DELIVERY = 10.0
 
 
 class RolloutOver(RuntimeError):
-    """A call of an app whose rollout has been given up."""
+    """A call of an app whose rollout has ended or been given up; the message says by what."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +105,8 @@ class Attempt:
         self._ended = ended
         self._lock = threading.Lock()
         self._over = False
+        self._given_up = "it had ended"
+        """Why its calls are refused."""
         self._handle: Rollout | None = None
         self._thread: threading.Thread | None = None
         self._tasks: list[LaneTask] = []
@@ -124,6 +125,7 @@ class Attempt:
             if self._over:
                 return None
             self._over = True
+            self._given_up = reason
         stack = self._stack()
         for task in self._tasks:
             task.cancel()
@@ -185,7 +187,10 @@ class Attempt:
 
         def resolve(_scope: object) -> Endpoint:
             if self._over:
-                raise RolloutOver("this rollout has been given up; its calls no longer go to the policy")
+                raise RolloutOver(
+                    f"rollout {self.job.index} of task {self.job.task_id} has been given up ({self._given_up}), and the app still runs: "
+                    "its calls are refused; let this error end the app, or raise the deadline"
+                )
             return endpoint
 
         return msgspec.structs.replace(route, resolve=resolve)
@@ -215,18 +220,13 @@ class Attempt:
         return judge(error=error, deadline=None, episode=episode)
 
     def _score(self, episode: Episode, output: Any, error: BaseException | None, context: Context) -> Episode:
-        for function in self._plan.due(episode, error):
-            arguments = function.arguments(output=output, row=self.job.row, episode=episode, error=error)
-            try:
-                value = function.call(**arguments)
-                if inspect.isawaitable(value):
-                    task = self._lane().submit(_result_of(value), context.copy())
-                    self._tasks.append(task)
-                    value = task.done.result()
-            except BaseException as raised:  # a reward that exits, too, is the reward's fault
-                raise RewardError(f"the reward {function.name} raised {describe(raised)}") from raised
-            episode = with_rewards(episode, read_value(function, value, given=given_rewards(episode)))
-        return episode
+        def awaited(work: Coroutine[Any, Any, Any]) -> Any:
+            task = self._lane().submit(work, context.copy())
+            self._tasks.append(task)
+            return task.done.result()
+
+        due = self._plan.due(episode, error)
+        return scored_by(due, episode, output=output, row=self.job.row, error=error, awaited=awaited)
 
     def _outcome(self, verdict: Verdict, episode: Episode | None, scored: Scored, extra: list[Episode]) -> Outcome:
         return Outcome(verdict=verdict, episode=episode, scored=scored, extra_episodes=extra, seconds=time.monotonic() - self.started)
@@ -245,7 +245,3 @@ def _root(episodes: list[Episode]) -> tuple[Episode | None, list[Episode]]:
     """The episode of the app's own workflow (the first that is not inside another), and the others."""
     roots = sorted(episodes, key=lambda episode: (episode.parent_episode_id is not None, episode.started))
     return (roots[0], roots[1:]) if roots else (None, [])
-
-
-async def _result_of(work: Awaitable[Any]) -> Any:
-    return await work

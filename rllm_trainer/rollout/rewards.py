@@ -22,7 +22,7 @@ from rllm_trainer.exceptions import RewardError
 from rllm_trainer.rollout.app import kinds_of
 from rllm_trainer.rollout.arguments import app_name
 
-__all__ = ["RewardFunction", "RewardPlan", "Scored", "given_rewards", "plan_rewards", "read_value", "total_reward"]
+__all__ = ["RewardFunction", "RewardPlan", "Scored", "given_functions", "given_rewards", "plan_rewards", "read_value", "total_reward"]
 
 OUTPUT, ROW, EPISODE, ERROR = "output", "row", "episode", "error"
 _RESERVED = (OUTPUT, ROW, EPISODE, ERROR)
@@ -91,10 +91,8 @@ def plan_rewards(reward: Callable[..., Any] | Iterable[Callable[..., Any]] | Non
     Raises:
         RewardError: none is given and none can be found, or two have one name.
     """
-    if reward is not None:
-        given = cast("Iterable[Callable[..., Any]]", reward) if isinstance(reward, Iterable) else [reward]
-        functions = [RewardFunction(f) for f in given]
-        _require_distinct(functions)
+    functions = given_functions(reward)
+    if functions is not None:
         names = ", ".join(f.name for f in functions)
         source = f"{names}, called after the app" if functions else "only those that the app gives while it runs"
         return RewardPlan(functions=functions, only_if_none=False, source=source)
@@ -117,14 +115,24 @@ def plan_rewards(reward: Callable[..., Any] | Iterable[Callable[..., Any]] | Non
     )
 
 
-def read_value(function: RewardFunction, value: Any, *, given: Iterable[str] = ()) -> list[Reward]:
-    """The records of what a reward function returned; names that the app has given already are left out.
+def given_functions(reward: Callable[..., Any] | Iterable[Callable[..., Any]] | None) -> list[RewardFunction] | None:
+    """What ``reward=`` was given; None where it was not. Raises ``RewardError`` for what is no function, or two of one name."""
+    if reward is None:
+        return None
+    given = cast("Iterable[Callable[..., Any]]", reward) if isinstance(reward, Iterable) else [reward]
+    functions = [RewardFunction(f) for f in given]
+    _require_distinct(functions)
+    return functions
+
+
+def read_value(function: RewardFunction, value: Any, *, given: Iterable[str] = (), span_id: str | None = None) -> list[Reward]:
+    """The records of what a reward function returned in the span ``span_id``; names that the app has given already are left out.
 
     Raises:
         rllm_trace.exceptions.RewardError: it is None, NaN, a string or something else that is no finite number.
     """
     skip = set(given)
-    return [r for r in rewards_of(value, function.name, function.weight, target=None, span_id=None) if r.name not in skip]
+    return [r for r in rewards_of(value, function.name, function.weight, target=None, span_id=span_id) if r.name not in skip]
 
 
 def given_rewards(episode: Episode | None) -> dict[str, float]:
