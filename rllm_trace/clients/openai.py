@@ -21,6 +21,7 @@ import msgspec
 from rllm_trace._calls import open_call
 from rllm_trace._context import current
 from rllm_trace._guard import guard
+from rllm_trace.attributes import HEADER_CONVERSATION
 from rllm_trace.clients._call import ClientCall, Destination
 from rllm_trace.clients._decode import Operation, Reply
 from rllm_trace.clients._direct import async_sender, sender
@@ -359,7 +360,9 @@ def _policy_headers(call: ClientCall, headers: Mapping[str, Any]) -> dict[str, A
     foreign = [name for name in (*_FOREIGN, *_given(own)) if not kept_header(name) and name.lower() != "authorization"]
     kept = {name: value for name, value in headers.items() if kept_header(name)}
     assert call.endpoint is not None
-    return {**dict.fromkeys(foreign, Omit()), **kept, "Authorization": f"Bearer {call.endpoint.api_key}"}
+    scope = call.open.scope
+    ours = {"Authorization": f"Bearer {call.endpoint.api_key}", HEADER_CONVERSATION: f"{scope.episode.id}/{scope.trajectory_id}"}
+    return {**dict.fromkeys(foreign, Omit()), **kept, **ours}
 
 
 def _limit_timeout(call: ClientCall, options: Any) -> None:
