@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -70,6 +70,7 @@ class LocalServer:
         max_rows: int = 64,
         max_waiting: int = 1024,
         chat_template: str | None = None,
+        continuation: Literal["rendered", "exact"] = "rendered",
         start_timeout: float = 180.0,
         module: str = _MODULE,
     ) -> LocalServer:
@@ -87,6 +88,8 @@ class LocalServer:
             max_rows: most sequences that decode at once; more wait.
             max_waiting: most sequences that wait; more are answered with 429.
             chat_template: Jinja text used instead of the folder's template.
+            continuation: where the next prompt of a recorded chat comes from: all of it through the template, or the ids that were
+                sampled and sent before and the template for what is new.
             start_timeout: seconds.
             module: the child's main module.
 
@@ -108,6 +111,7 @@ class LocalServer:
             "max_rows": max_rows,
             "max_waiting": max_waiting,
             "chat_template": chat_template,
+            "continues": continuation == "exact",
         }
         try:
             child = Child.start(

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from rllm_trace.attributes import HEADER_POLICY_VERSION
+from rllm_trace.attributes import HEADER_CONVERSATION, HEADER_POLICY_VERSION
 from rllm_trainer._digest import file_digest
 from rllm_trainer.serving._local.jobs import Generation, Scoring, Update
 from rllm_trainer.serving._local.loader import Loader
@@ -162,19 +162,29 @@ async def _models(service: Service, request: Request) -> Response:
 
 
 async def _stats(service: Service, request: Request) -> Response:
-    return _json(service.scheduler.stats)
+    told = msgspec.to_builtins(service.scheduler.stats)
+    conversations = service.intake.conversations
+    if conversations is not None:
+        told |= {"continued": conversations.continued, "not_continued": dict(conversations.causes)}
+    return _json(told)
 
 
 async def _chat(service: Service, request: Request) -> Response:
     asked_for = decode(await _body(request), ChatRequest)
-    asked = service.intake.chat(asked_for)
+    asked = service.intake.chat(asked_for, request.headers.get(HEADER_CONVERSATION))
     reply = ChatReply(asked_for, asked, service.intake.tokenizer, model=service.intake.name, version=service.version)
     service.submit(asked.jobs)
     if asked_for.stream:
         include_usage = asked_for.stream_options is not None and bool(asked_for.stream_options.include_usage)
         return _stream(service, asked.jobs, _chat_events(asked, reply, include_usage))
     updates = await _until_done(service, request, asked.jobs, _last_updates(asked))
-    return _GONE if updates is None else _json(reply.whole(updates))
+    if updates is None:
+        return _GONE
+    body = reply.whole(updates)
+    for index, update in enumerate(updates):
+        if asked.remember is not None:
+            asked.remember(index, update, reply.message(index))
+    return _json(body)
 
 
 async def _chat_events(asked: Asked, reply: ChatReply, include_usage: bool) -> AsyncIterator[dict[str, Any]]:
@@ -185,20 +195,28 @@ async def _chat_events(asked: Asked, reply: ChatReply, include_usage: bool) -> A
         job, update = await asked.news.get()
         _raise_failure(update)
         left -= update.finish_reason is not None
-        yield reply.chunk(job.params.choice, update)
+        chunk = reply.chunk(job.params.choice, update)
+        if update.finish_reason is not None and asked.remember is not None:
+            asked.remember(job.params.choice, update, reply.message(job.params.choice))
+        yield chunk
     if include_usage:
         yield reply.usage_chunk()
 
 
 async def _responses(service: Service, request: Request) -> Response:
     asked_for = decode(await _body(request), ResponsesRequest)
-    asked = service.intake.chat(as_chat(asked_for))
+    asked = service.intake.chat(as_chat(asked_for), request.headers.get(HEADER_CONVERSATION))
     reply = ResponsesReply(asked_for, asked, service.intake.tokenizer, model=service.intake.name, version=service.version)
     service.submit(asked.jobs)
     if asked_for.stream:
         return _stream(service, asked.jobs, _responses_events(asked, reply), named=True)
     updates = await _until_done(service, request, asked.jobs, _last_updates(asked))
-    return _GONE if updates is None else _json(reply.whole(updates[0]))
+    if updates is None:
+        return _GONE
+    body = reply.whole(updates[0])
+    if asked.remember is not None:
+        asked.remember(0, updates[0], reply.message())
+    return _json(body)
 
 
 async def _responses_events(asked: Asked, reply: ResponsesReply) -> AsyncIterator[dict[str, Any]]:
@@ -207,7 +225,10 @@ async def _responses_events(asked: Asked, reply: ResponsesReply) -> AsyncIterato
     while True:
         _, update = await asked.news.get()
         _raise_failure(update)
-        for event in reply.events(update):
+        events = list(reply.events(update))
+        if update.finish_reason is not None and asked.remember is not None:
+            asked.remember(0, update, reply.message())
+        for event in events:
             yield event
         if update.finish_reason is not None:
             return

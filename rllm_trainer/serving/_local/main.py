@@ -41,6 +41,7 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_rows: int
     max_waiting: int
     chat_template: str | None
+    continues: bool
 
 
 def main() -> None:
@@ -91,6 +92,7 @@ def _start(config: LocalConfig, listening: socket.socket) -> dict[str, Any]:
         eos=eos_token_ids(folder, described),
         max_len=max_len,
         chat_template=config.chat_template,
+        continues=config.continues,
         fits=runner.fits,
     )
     loop = asyncio.new_event_loop()

@@ -65,6 +65,8 @@ class ChatReply:
         self._version = version
         self._created = int(time.time())
         self._parsers = [HermesParser(several=asked.several_tools) for _ in asked.jobs] if asked.tool_mode != "off" else None
+        self._said: list[list[str | dict[str, Any]]] = [[] for _ in asked.jobs]
+        """Of each choice, text and tool calls so far."""
 
     def whole(self, updates: Sequence[Update]) -> dict[str, Any]:
         """The response; ``updates`` has the one update of each choice, in order."""
@@ -73,6 +75,13 @@ class ChatReply:
         if self._request.return_token_ids:
             body["prompt_token_ids"] = self._asked.prompt_ids
         return body
+
+    def message(self, index: int) -> dict[str, Any]:
+        """What a choice has come to, as a message of the chat."""
+        text = "".join(part for part in self._said[index] if isinstance(part, str))
+        calls = [part for part in self._said[index] if isinstance(part, dict)]
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        return {**message, "tool_calls": calls} if calls else message
 
     def first_chunks(self) -> Iterator[dict[str, Any]]:
         """The role of each choice; the first chunk has the prompt's ids."""
@@ -104,17 +113,10 @@ class ChatReply:
         return {**told, "malformed_tool_calls": malformed} if malformed else told
 
     def _choice(self, index: int, update: Update) -> dict[str, Any]:
-        text, calls = update.text, []
-        if self._parsers is not None:
-            parts = [*self._parsers[index].feed(update.text), *self._parsers[index].finish()]
-            text = "".join(part for part in parts if isinstance(part, str))
-            calls = [_tool_call(part) for part in parts if isinstance(part, Call)]
-        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
-        if calls:
-            message["tool_calls"] = calls
+        self._take(index, update)
         choice: dict[str, Any] = {
             "index": index,
-            "message": message,
+            "message": self.message(index),
             "logprobs": self._logprobs(update.sampled),
             "finish_reason": self._finish_reason(index, update),
             "stop_reason": update.stop_reason,
@@ -127,19 +129,26 @@ class ChatReply:
         return {"content": chat_logprobs(self._tokenizer, sampled), "refusal": None} if self._request.logprobs else None
 
     def _delta(self, index: int, update: Update) -> tuple[dict[str, Any], str | None]:
-        if self._parsers is None:
-            return ({"content": update.text} if update.text else {}), update.finish_reason
-        parser = self._parsers[index]
-        before = parser.calls
-        parts = parser.feed(update.text) + (parser.finish() if update.finish_reason is not None else [])
+        before = sum(isinstance(part, dict) for part in self._said[index])
+        parts = self._take(index, update)
         delta: dict[str, Any] = {}
         text = "".join(part for part in parts if isinstance(part, str))
         if text:
             delta["content"] = text
-        calls = [part for part in parts if isinstance(part, Call)]
+        calls = [part for part in parts if isinstance(part, dict)]
         if calls:
-            delta["tool_calls"] = [{"index": before + n, **_tool_call(call)} for n, call in enumerate(calls)]
+            delta["tool_calls"] = [{"index": before + n, **call} for n, call in enumerate(calls)]
         return delta, self._finish_reason(index, update)
+
+    def _take(self, index: int, update: Update) -> list[str | dict[str, Any]]:
+        """What an update adds to a choice: text and tool calls, in order."""
+        parts: list[str | Call] = [update.text]
+        if self._parsers is not None:
+            parser = self._parsers[index]
+            parts = parser.feed(update.text) + (parser.finish() if update.finish_reason is not None else [])
+        new = [_tool_call(part) if isinstance(part, Call) else part for part in parts]
+        self._said[index] += new
+        return new
 
     def _finish_reason(self, index: int, update: Update) -> str | None:
         called = self._parsers is not None and self._parsers[index].calls > 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,11 +13,12 @@ import msgspec
 
 from rllm_trainer.serving._local.grammar import Grammars, forced_tools, json_grammar
 from rllm_trainer.serving._local.hermes import OPEN
-from rllm_trainer.serving._local.jobs import Generation, GenerationParams, Scoring
+from rllm_trainer.serving._local.jobs import Generation, GenerationParams, Scoring, Update
 from rllm_trainer.serving._local.protocol import ApiError, ChatRequest, CompletionRequest, ScoreRequest
 from rllm_trainer.serving._local.sampling import SamplingParams
 from rllm_trainer.serving._local.template import ChatTemplate, TemplateError
 from rllm_trainer.serving._local.tokens import Tokenizer
+from rllm_trainer.serving.continuation import Conversations, Reply, Request
 
 __all__ = ["Asked", "Intake", "ToolMode"]
 
@@ -34,13 +36,24 @@ class Asked(msgspec.Struct, kw_only=True, eq=False):
     """(job, update) of every choice."""
     tool_mode: ToolMode = "off"
     several_tools: bool = True
+    remember: Callable[[int, Update, dict[str, Any]], None] | None = None
+    """To be called with a choice, its last update and its message before they are sent; None: its chat is not to be continued."""
 
 
 class Intake:
     """What turning a request into jobs needs to know of the model."""
 
     def __init__(
-        self, folder: Path, *, name: str, vocab: int, eos: Sequence[int], max_len: int, chat_template: str | None, fits: Any
+        self,
+        folder: Path,
+        *,
+        name: str,
+        vocab: int,
+        eos: Sequence[int],
+        max_len: int,
+        chat_template: str | None,
+        continues: bool,
+        fits: Any,
     ) -> None:
         self.name = name
         self.max_len = max_len
@@ -50,6 +63,7 @@ class Intake:
         self._vocab = vocab
         self._eos = frozenset(eos)
         self._fits = fits
+        self.conversations = Conversations(encode=lambda text: self.tokenizer.encode(text, add_special_tokens=False)) if continues else None
 
     def check_model(self, model: str | None) -> None:
         if model is not None and model != self.name:
@@ -57,16 +71,20 @@ class Intake:
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, generation: bool, extra: Mapping[str, Any] | None) -> list[int]:
         """The prompt's ids."""
+        text = self._printed(messages, tools, generation=generation, extra=extra)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _printed(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, generation: bool, extra: Mapping[str, Any] | None) -> str:
         for message in messages:
             if not isinstance(message.get("role"), str):
                 raise ApiError(400, f"got a message without a role: {sorted(message)}", param="messages", code="invalid_value")
         try:
-            text = self._template.render(messages, tools or None, add_generation_prompt=generation, extra=extra)
+            return self._template.render(messages, tools or None, add_generation_prompt=generation, extra=extra)
         except TemplateError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from error
-        return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def chat(self, request: ChatRequest) -> Asked:
+    def chat(self, request: ChatRequest, reference: str | None = None) -> Asked:
+        """``reference``: the episode and trajectory of the call, where the caller tells it."""
         self.check_model(request.model)
         if request.max_tokens == 0:
             raise ApiError(400, "got max_tokens 0; expected 1 or more", param="max_tokens", code="invalid_value")
@@ -78,7 +96,15 @@ class Intake:
         _check_idle(request)
         mode, forced = _tool_mode(request, tools)
         grammar = self._grammar(request, forced)
-        ids = request.prompt_token_ids
+        ids, chat = request.prompt_token_ids, None
+        if ids is None and reference is not None and self.conversations is not None:
+            chat = Request(
+                reference=reference,
+                messages=request.messages,
+                setting=[tools, request.chat_template_kwargs, request.add_generation_prompt],
+                room=self.max_len - (request.max_completion_tokens or request.max_tokens or 1),
+            )
+            ids = self._continued(chat, tools, request)
         if ids is None:
             ids = self.render(request.messages, tools, generation=request.add_generation_prompt, extra=request.chat_template_kwargs)
         skip_special = request.skip_special_tokens and not (mode != "off" and self.tokenizer.is_special_text(OPEN))
@@ -92,7 +118,27 @@ class Intake:
         )
         asked.tool_mode = mode
         asked.several_tools = request.parallel_tool_calls is not False
+        asked.remember = None if chat is None else partial(self._remember, chat, asked)
         return asked
+
+    def _continued(self, chat: Request, tools: Any, request: ChatRequest) -> list[int] | None:
+        """The prompt made of what was recorded of this chat; None where it is to be rendered whole."""
+        assert self.conversations is not None
+        return self.conversations.prompt(
+            chat,
+            lambda messages: self._template.render(
+                messages, tools or None, add_generation_prompt=request.add_generation_prompt, extra=request.chat_template_kwargs
+            ),
+        ).ids
+
+    def _remember(self, chat: Request, asked: Asked, choice: int, update: Update, message: dict[str, Any]) -> None:
+        assert self.conversations is not None
+        ids, reason = asked.jobs[choice].reply_ids, update.stop_reason
+        ended = bool(ids) and update.finish_reason == "stop" and not isinstance(reason, str)
+        text = self.tokenizer.decode(ids[:-1] if ended else ids, skip_special=asked.jobs[choice].params.skip_special)
+        end = self.tokenizer.piece(ids[-1]).text if ended else None
+        stop = reason if isinstance(reason, str) and not asked.jobs[choice].params.include_stop else ""
+        self.conversations.record(chat, asked.prompt_ids, Reply(ids=ids, message=message, text=text, stop=stop, end=end))
 
     def completions(self, request: CompletionRequest) -> list[Asked]:
         """One for each prompt."""

@@ -144,6 +144,16 @@ class ResponsesReply:
             pass
         return self._response(update)
 
+    def message(self) -> dict[str, Any]:
+        """What the reply has come to, as a message of a chat."""
+        texts = [item["content"][0]["text"] for item in self._items if item["type"] == "message"]
+        calls = [item for item in self._items if item["type"] == "function_call"]
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+        if calls:
+            functions = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
+            message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+        return message
+
     def start(self) -> Iterator[Event]:
         """The events before the first token."""
         yield self._event("response.created", response=self._response(None))

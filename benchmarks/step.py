@@ -1,0 +1,134 @@
+"""Where the seconds of a training step go: steps of the demo, on the real app and model, split by what the run was doing.
+
+``generate``: the server computes. ``app``: rollouts run and the server waits for the app and the recorder. ``batch``: episodes become
+samples, credit and a batch. ``update``: the optimizer step. ``swap``: the probe's logprobs, the export, the swap and its proof. ``save``:
+checkpoints. ``other``: what is left of the step. The first step warms up and is left out; the figures are shares of the others' time.
+
+    python benchmarks/step.py                    # four steps of 8 x 8 rollouts, as in make demo
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rllm_trainer import fit
+from rllm_trainer.engine.verl import VerlEngine
+from rllm_trainer.loop import Loop
+from rllm_trainer.metrics import read_metrics
+from rllm_trainer.serving.local import LocalServer
+
+DEMO = Path(__file__).parent.parent / "examples" / "smolagents_stock"
+WATCHED = [
+    (Loop, "_require_sound", "batch"),
+    (Loop, "_samples", "batch"),
+    (Loop, "_look", "batch"),
+    (Loop, "_batch", "batch"),
+    (VerlEngine, "update", "update"),
+    (VerlEngine, "logprobs", "swap"),
+    (VerlEngine, "export_weights", "swap"),
+    (LocalServer, "swap", "swap"),
+    (Loop, "_save", "save"),
+]
+PARTS = ("generate", "app", "batch", "update", "swap", "save", "other")
+FREE = ("generate", "update")
+"""Parts that may take as long as they take; each of the others is to stay below ``MOST``."""
+MOST = 0.05
+
+
+class Watch:
+    """Seconds by part, per step; and how long the server had computed when each step ended."""
+
+    def __init__(self) -> None:
+        self.seconds: list[defaultdict[str, float]] = [defaultdict(float)]
+        self.busy: list[float] = [0.0]
+        self._inside = False
+
+    def on(self, owner: type, name: str, part: str) -> None:
+        """Count the time of a method; one that is called inside another counted one is part of that."""
+        method: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return method(*args, **kwargs)
+            started, self._inside = time.perf_counter(), True
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._inside = False
+                self.seconds[-1][part] += time.perf_counter() - started
+
+        setattr(owner, name, timed)
+
+    def on_steps(self) -> None:
+        """Begin a new count with each step, and ask the server how long it has computed."""
+        step: Callable[..., Any] = Loop._step
+
+        def counted(loop: Any, number: int, collected: Any) -> None:
+            generated = loop._parts.server.stats()["busy_seconds"]
+            self.seconds[-1]["generate"] = generated - self.busy[-1]
+            step(loop, number, collected)
+            self.busy.append(loop._parts.server.stats()["busy_seconds"])
+            self.seconds.append(defaultdict(float))
+
+        Loop._step = counted  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def main() -> None:
+    options = _options()
+    sys.path.insert(0, str(DEMO))
+    from app import ask  # pyright: ignore[reportMissingImports]
+    from questions import training_rows  # pyright: ignore[reportMissingImports]
+
+    watch = Watch()
+    for owner, name, part in WATCHED:
+        watch.on(owner, name, part)
+    watch.on_steps()
+    with tempfile.TemporaryDirectory() as folder:
+        result = fit(
+            ask,
+            training_rows(0),
+            output_dir=Path(folder) / "run",
+            steps=options.steps,
+            batch_tasks=8,
+            group_size=8,
+            lr=2e-5,
+            betas=(0.9, 0.99),
+            max_model_len=256,
+            concurrency=64,
+            save_every=options.steps + 1,
+            progress=False,
+        )
+        lines = [line for line in read_metrics(result.run_dir / "metrics.jsonl") if "rollouts/seconds" in line]
+    steps = [_split(line, seconds) for line, seconds in zip(lines, watch.seconds, strict=False)][1:]
+    total = sum(sum(step.values()) for step in steps)
+    shares = {part: round(sum(step[part] for step in steps) / total, 3) for part in PARTS}
+    print(json.dumps({"seconds_per_step": round(total / len(steps), 2), "shares": shares}))
+    over = {part: share for part, share in shares.items() if part not in FREE and share > MOST}
+    if over:
+        print(f"more than {MOST:.0%} of a step: {over}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4)
+    return parser.parse_args()
+
+
+def _split(line: dict[str, float], seconds: dict[str, float]) -> dict[str, float]:
+    """The seconds of one step by part; they add up to the step."""
+    split = {part: seconds.get(part, 0.0) for part in PARTS}
+    split["app"] = max(line["rollouts/seconds"] - split["generate"], 0.0)
+    split["other"] = line["seconds"] - sum(split.values())
+    return split
+
+
+if __name__ == "__main__":
+    main()
