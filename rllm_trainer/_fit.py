@@ -66,7 +66,7 @@ def fit(
     model: str | Path | None = None,
     reward: Callable[..., Any] | Iterable[Callable[..., Any]] | None = None,
     eval_dataset: Any = None,
-    algorithm: str = "grpo",
+    algorithm: str | dict[str, str] = "grpo",
     group_size: int = 8,
     replaces: Iterable[str] | None = None,
     sampling: dict[str, Any] | None = None,
@@ -85,7 +85,7 @@ def fit(
         reward: functions called after the app, their parameters filled from ``output``, ``row``, ``episode``, ``error`` and the row's
             columns. None: rewards that the app gives, else those decorated with ``@rllm.reward`` in its module.
         eval_dataset: rows that are never trained on, scored before and after.
-        algorithm: advantage estimator, under verl's name.
+        algorithm: advantage estimator, under verl's name, or one for each role.
         group_size: rollouts of a row that are compared with each other.
         replaces: only calls that ask for these model names go to the policy; None: all.
         sampling: fields that override the app's own in calls to the policy.
@@ -171,6 +171,7 @@ def _run(ask: Ask, plan: RunPlan, report: Report, stop: threading.Event) -> FitR
             log=log,
             report=report,
             stop=stop,
+            spare=plan.spare,
         )
         open_.callback(source.close)
         checkpoints = Checkpoints(run_dir, settings.keep)

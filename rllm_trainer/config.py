@@ -15,13 +15,16 @@ from typing import Annotated, Any, Literal, TypedDict, cast
 
 import msgspec
 
+from rllm_trainer.cluster.layout import ClusterLayout
 from rllm_trainer.exceptions import SettingError
 
 __all__ = [
     "Constrained",
+    "Continuation",
     "KlEstimator",
     "LoraSettings",
     "LossAgg",
+    "OverlongPenalty",
     "Schedule",
     "SettingRow",
     "Settings",
@@ -34,6 +37,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 LossAgg = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlEstimator = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 Constrained = Literal["as_auto", "inexact", "refuse"]
+Continuation = Literal["rendered", "exact"]
 
 FULL_LR = 1e-5
 LORA_LR = 1e-4
@@ -57,11 +61,32 @@ class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Module names, or ``"all-linear"``."""
 
 
+class OverlongPenalty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Lower scores of replies that nearly fill ``max_tokens``: by nothing ``buffer`` tokens before it, by ``factor`` at it."""
+
+    buffer: _Positive
+    factor: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every setting of a run, with its default."""
 
-    algorithm: str = "grpo"
-    """Advantage estimator, under verl's name."""
+    algorithm: str | dict[str, str] = "grpo"
+    """Advantage estimator, under verl's name; or one for each role: {"solver": "grpo", "judge": "reinforce_plus_plus"}."""
+    group_by: Literal["role", "step", "task"] = "role"
+    """Who is compared: one role of one task; of its scored calls only those of one number (step); or every role of a task (task)."""
+    returns: Literal["whole", "to_go"] = "whole"
+    """What a reply is worth: its call's, agent's or episode's reward (whole), or its call's own and what came after it (to_go)."""
+    discount: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    """What one call further on along the token tree is worth, with returns="to_go"."""
+    faults: dict[Literal["infrastructure", "app", "reward", "policy"], Literal["train", "leave"]] = {}
+    """Overrides of which failed rollouts are trained, such as {"policy": "leave"}; trained without a reward, they are worth 0."""
+    reject_below: float | None = None
+    """Rollouts with a lower reward are compared with the others, but not trained (rejection sampling)."""
+    refill: _Count = 0
+    """Rounds of further rows that replace groups without signal, which are then left out (dynamic sampling); 0: they stay."""
+    overlong_penalty: OverlongPenalty | None = None
+    """Soft punishment of long replies: {"buffer": tokens before max_tokens, "factor": largest deduction}."""
     group_size: _Positive = 8
     """Rollouts of one row that a baseline is taken over."""
     steps: _Positive | None = None
@@ -132,11 +157,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Redirect only calls that ask for these model names; None: every chat, completion and responses call."""
     constrained: Constrained = "as_auto"
     """What happens to calls whose reply a grammar would force: tool_choice "auto" instead, kept inexact, or refused."""
+    continuation: Continuation = "rendered"
+    """What the next prompt of a chat is made of: the chat template alone, or (exact) the recorded ids and the template for what is new."""
 
     serving: Literal["auto", "local"] = "auto"
     """What serves the policy; auto: the best that this machine has."""
-    engine: Literal["auto", "verl"] = "auto"
-    """What updates the weights."""
+    engine: Literal["auto", "verl", "cluster", "direct-ray"] = "auto"
+    """What updates the weights; auto: verl in a process of ours. ``cluster``: verl's own trainer on Ray, which also serves the policy.
+    ``direct-ray``: this loop, over ranks that are Ray workers."""
+    cluster: ClusterLayout = ClusterLayout()
+    """How the run lies on Ray, with ``engine="cluster"`` or ``"direct-ray"``: ``{"nodes": 2, "gpus_per_node": 8}``."""
+    ray: dict[str, Any] = {}
+    """Passed to ``ray.init`` as it is, where Ray is not running in this process yet."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """Port of the local server on loopback; 0: a free one."""
     threads: _Positive | None = None
@@ -177,6 +209,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class SettingsKw(TypedDict, total=False):
     """The settings that ``fit`` takes as further keywords; meanings and defaults stand in ``Settings``."""
 
+    group_by: Literal["role", "step", "task"]
+    returns: Literal["whole", "to_go"]
+    discount: float
+    faults: dict[Literal["infrastructure", "app", "reward", "policy"], Literal["train", "leave"]]
+    reject_below: float | None
+    refill: int
+    overlong_penalty: OverlongPenalty | dict[str, Any] | None
     steps: int | None
     epochs: int | None
     batch_tasks: int
@@ -203,11 +242,14 @@ class SettingsKw(TypedDict, total=False):
     lora: LoraSettings | dict[str, Any] | None
     micro_batch_tokens: int | None
     verl: dict[str, Any]
+    cluster: ClusterLayout | dict[str, Any]
+    ray: dict[str, Any]
     sample_mode: Literal["tree", "prefix", "call"]
     overlong: Literal["refuse", "mask", "split"]
     max_tokens: int | None
     max_model_len: int | None
     constrained: Constrained
+    continuation: Continuation
     port: int
     threads: int | None
     concurrency: int
@@ -238,9 +280,10 @@ class SettingRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _NEEDS: dict[str, tuple[str, Any, str]] = {
-    "kl_estimator": ("kl_coef", 0.0, "KL term"),
-    "kl_in": ("kl_coef", 0.0, "KL term"),
-    "quorum_grace": ("quorum", 1.0, "giving up of stragglers"),
+    "discount": ("returns", "whole", "return to go"),
+    "kl_estimator": ("kl_coef", 0, "KL term"),
+    "kl_in": ("kl_coef", 0, "KL term"),
+    "quorum_grace": ("quorum", 1, "giving up of stragglers"),
 }
 """A setting that only means something where another one is not at its default: (the other, its idle value, what it makes)."""
 
@@ -308,11 +351,13 @@ def _convert(given: Mapping[str, Any]) -> Settings:
         )
     if values.get("replaces") == []:
         raise SettingError("replaces=[] names no model, so no call would go to the policy; leave it out to replace all of them")
-    if isinstance(values.get("lora"), Mapping):
-        values["lora"] = dict(cast("Mapping[str, Any]", values["lora"]))
-        for name in values["lora"]:
-            if name not in LoraSettings.__struct_fields__:
-                raise SettingError("lora: " + _unknown(name, LoraSettings.__struct_fields__))
+    for nested, struct in (("lora", LoraSettings), ("cluster", ClusterLayout), ("overlong_penalty", OverlongPenalty)):
+        known = struct.__struct_fields__
+        if isinstance(values.get(nested), Mapping):
+            values[nested] = dict(cast("Mapping[str, Any]", values[nested]))
+            for name in values[nested]:
+                if name not in known:
+                    raise SettingError(f"{nested}: " + _unknown(name, known))
     try:
         return msgspec.convert(values, Settings)
     except msgspec.ValidationError as error:
@@ -320,8 +365,8 @@ def _convert(given: Mapping[str, Any]) -> Settings:
 
 
 def _validation_words(message: str, given: Mapping[str, Any]) -> str:
-    what, _, path = message.partition(" - at `$.")
-    name = path.rstrip("`")
+    what, _, path = message.partition(" - at ")
+    name = path.removeprefix("key in ").strip("`").removeprefix("$.")
     top = name.split(".")[0].split("[")[0]
     expected = what[0].lower() + what[1:].replace("`", "")
     choices = _choices(top)
@@ -341,16 +386,22 @@ def _check_together(settings: Settings, given: Mapping[str, Any]) -> None:
         raise SettingError(f"got steps={settings.steps} and epochs={settings.epochs}; expected one of them: they both fix the run's length")
     if settings.max_tokens is not None and "max_tokens" in (settings.sampling or {}):
         raise SettingError("got max_tokens as a setting and inside sampling; expected one of them")
+    if settings.overlong_penalty is not None and (settings.max_tokens or 0) < settings.overlong_penalty.buffer:
+        raise SettingError(
+            f"overlong_penalty={_shown(settings.overlong_penalty)} counts back from max_tokens, which is {settings.max_tokens}; "
+            "set max_tokens to at least its buffer"
+        )
+    if settings.group_by == "task" and isinstance(settings.algorithm, dict) and len(set(settings.algorithm.values())) > 1:
+        raise SettingError("group_by='task' compares roles with each other, so they need one rule; give one algorithm for all")
     for name, (other, idle, made) in _NEEDS.items():
         if name in given and getattr(settings, other) == idle:
             raise SettingError(
-                f"{name}={_shown(given[name])} would have no effect: {other}={idle:g} means no {made}; set {other} or leave {name} out"
+                f"{name}={_shown(given[name])} would have no effect: {other}={idle} means no {made}; set {other} or leave {name} out"
             )
     for name, (chooses, names) in _NOT_READ_BY.items():
-        if name in given and getattr(settings, chooses) in names:
-            raise SettingError(
-                f"{name}={_shown(given[name])} would have no effect: {chooses}={getattr(settings, chooses)!r} does not use it; leave it out"
-            )
+        chosen = getattr(settings, chooses)
+        if name in given and names.issuperset([chosen] if isinstance(chosen, str) else chosen.values()):
+            raise SettingError(f"{name}={_shown(given[name])} would have no effect: {chooses}={chosen!r} does not use it; leave it out")
     if settings.schedule != "constant" and settings.steps is not None and settings.warmup_steps >= settings.steps:
         raise SettingError(
             f"warmup_steps={settings.warmup_steps} leaves no step for the {settings.schedule} schedule: steps is {settings.steps}"
@@ -366,7 +417,7 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, LoraSettings):
+    if isinstance(value, (LoraSettings, OverlongPenalty)):
         return repr(msgspec.to_builtins(value))
     text = repr(value)
     return text if len(text) <= 100 else text[:97] + "..."

@@ -31,6 +31,8 @@ Reason = Literal[
     "id outside the vocabulary",
     "truncated",
     "over-long",
+    "rejected",
+    "group without signal",
 ]
 """Why sampled tokens are not trained."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from rllm_trainer.advantages import rule_named
+from rllm_trainer.advantages import rules_of
 from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, new_run_dir, require_same, write_json
 from rllm_trainer.config import SettingRow, Settings, make_settings, table
 from rllm_trainer.correction import require_correction
@@ -31,7 +31,7 @@ from rllm_trainer.rollout.rewards import RewardPlan, plan_rewards
 from rllm_trainer.rollout.runner import Limits
 from rllm_trainer.state import State
 
-__all__ = ["Ask", "RunPlan", "fixed_tasks", "guarded", "limits_of", "plan_run", "require_arguments"]
+__all__ = ["Ask", "RunPlan", "fixed_tasks", "guarded", "limits_of", "plan_run", "require_arguments", "require_steps", "versions_here"]
 
 _PACKAGES = ("rllm-trace", "verl", "torch", "transformers", "openai")
 _OF_EVALUATION = ("eval_every", "eval_n", "eval_greedy")
@@ -71,6 +71,10 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     facts: dict[str, str]
     rows: list[SettingRow]
 
+    def spare(self, step: int) -> Iterator[Task]:
+        """Further rows for one step, in place of groups without signal."""
+        return self.tasks.spare(step, seed=self.settings.seed) if isinstance(self.tasks, FixedTasks) else iter(())
+
     def batches(self) -> Iterator[list[Task]]:
         """The batches that are left, none with a row of the evaluation."""
         settings = self.settings
@@ -97,13 +101,14 @@ def plan_run(ask: Ask, report: Report) -> RunPlan:
     if not ask.given.get("staleness"):
         refused["correction"] = "staleness=0 means that every token was sampled by the weights that are trained"
     settings = make_settings(ask.given, refused=refused)
-    rule_named(settings.algorithm)
+    rules_of(settings.algorithm)
     require_correction(settings.correction)
     name = app_name(ask.app)
     binder = Binder(ask.app)
     rewards = plan_rewards(ask.reward, ask.app)
     tasks = read_tasks(ask.dataset)
     eval_tasks = [] if ask.eval_dataset is None else fixed_tasks(ask.eval_dataset, "eval_dataset")
+    _require_refillable(settings, tasks)
     steps = _steps(tasks, settings, ask.given)
     _check_rows(tasks, eval_tasks, binder, rewards)
     model = resolve_model(ask.model, say=report.note)
@@ -131,7 +136,7 @@ def plan_run(ask: Ask, report: Report) -> RunPlan:
         rows=table(settings, ask.given),
     )
     _say(plan, binder, report)
-    write_json(run_dir / SETTINGS_FILE, {"facts": facts, "settings": settings, "given": sorted(ask.given), "versions": _versions()})
+    write_json(run_dir / SETTINGS_FILE, {"facts": facts, "settings": settings, "given": sorted(ask.given), "versions": versions_here()})
     return plan
 
 
@@ -192,16 +197,25 @@ def _steps(tasks: FixedTasks | StreamedTasks, settings: Settings, given: Mapping
         if "epochs" in given:
             raise SettingError("epochs cannot be counted over an iterable, which is drawn once; give steps, or a list")
         steps = None
-    if settings.schedule != "constant":
-        if steps is None:
-            raise SettingError(
-                f"schedule={settings.schedule!r} needs a known number of steps, and the rows come from an iterable; give steps"
-            )
-        if settings.warmup_steps >= steps:
-            raise SettingError(
-                f"warmup_steps={settings.warmup_steps} leaves no step for the {settings.schedule} schedule: there are {steps}"
-            )
+    require_steps(settings, steps)
     return steps
+
+
+def _require_refillable(settings: Settings, tasks: FixedTasks | StreamedTasks) -> None:
+    if settings.refill and settings.staleness:
+        raise SettingError(f"refill={settings.refill} needs staleness=0: which groups say nothing is known when all of a step have ended")
+    if settings.refill and not isinstance(tasks, FixedTasks):
+        raise SettingError(f"refill={settings.refill} draws further rows, and an iterable's are drawn once, in order; give a list of rows")
+
+
+def require_steps(settings: Settings, steps: int | None) -> None:
+    """Raises ``SettingError`` where the schedule cannot be laid over so many steps; None: nobody knows how many."""
+    if settings.schedule == "constant":
+        return
+    if steps is None:
+        raise SettingError(f"schedule={settings.schedule!r} needs a known number of steps, and the rows come from an iterable; give steps")
+    if settings.warmup_steps >= steps:
+        raise SettingError(f"warmup_steps={settings.warmup_steps} leaves no step for the {settings.schedule} schedule: there are {steps}")
 
 
 def _fingerprint(tasks: FixedTasks | StreamedTasks, settings: Settings, model: Path) -> dict[str, Any]:
@@ -254,7 +268,8 @@ def _say(plan: RunPlan, binder: Binder, report: Report) -> None:
         report.warn(f"group_size=1 gives {plan.settings.algorithm} nothing to compare: every advantage is 0")
 
 
-def _versions() -> dict[str, str]:
+def versions_here() -> dict[str, str]:
+    """Versions of Python and of the packages that a run depends on."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -16,8 +16,11 @@ from rllm_trainer.batching import make_batch
 from rllm_trainer.breaks import Decode
 from rllm_trainer.config import Settings
 from rllm_trainer.correction import Corrector, correct_stale
+from rllm_trainer.placing import Reason
 from rllm_trainer.rollout.faults import leaves_gradient
-from rllm_trainer.samples import SampleSet, build_samples
+from rllm_trainer.rollout.record import groups_of
+from rllm_trainer.rollout.signal import split_by_signal
+from rllm_trainer.samples import SampleSet, build_samples, leave_out
 from rllm_trainer.trainability import training_view
 from rllm_trainer.types import Batch, Group, Rollout
 
@@ -40,17 +43,21 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """verl's metrics of the correction; empty where none was needed."""
 
 
-def make_samples(rollouts: Sequence[Rollout], *, settings: Settings, vocab_size: int, decode: Decode | None = None) -> dict[str, SampleSet]:
-    """Episode id -> its rows, of every rollout that is in the gradient.
+def make_samples(
+    rollouts: Sequence[Rollout], *, settings: Settings, vocab_size: int | None, decode: Decode | None = None
+) -> dict[str, SampleSet]:
+    """Episode id -> its rows, of every rollout that is in the gradient; without rows where a setting leaves them out, and counted so.
 
     Args:
+        vocab_size: of the model; None: not known yet.
         decode: token ids to text, for the examples of breaks.
 
     Raises:
         SettingError: a row is longer than ``max_model_len``, and ``overlong`` says to refuse that.
     """
-    episodes = [r.episode for r in rollouts if r.episode is not None and not leaves_gradient(r.fault)]
-    return {
+    episodes = [r.episode for r in rollouts if r.episode is not None and not leaves_gradient(r.fault, settings.faults)]
+    out = _left_out(rollouts, settings)
+    found = {
         episode.id: build_samples(
             episode,
             mode=settings.sample_mode,
@@ -62,6 +69,7 @@ def make_samples(rollouts: Sequence[Rollout], *, settings: Settings, vocab_size:
         )
         for episode in training_view(episodes)
     }
+    return {id: leave_out(sample_set, *out[id]) if id in out else sample_set for id, sample_set in found.items()}
 
 
 def prepare(
@@ -84,3 +92,16 @@ def prepare(
     rows, correction = correct_stale(credited, version=version, engine=engine, correction=settings.correction, trusted=trusted)
     batch = make_batch(rows, settings=settings, step=step, policy_version=version)
     return Prepared(batch=batch, credit=credited.counters, correction=correction)
+
+
+def _left_out(rollouts: Sequence[Rollout], settings: Settings) -> dict[str, tuple[Reason, str]]:
+    """Episode id -> why none of it is trained, though it could be: rejection sampling and dynamic sampling."""
+    found: dict[str, tuple[Reason, str]] = {}
+    if settings.reject_below is not None:
+        words = f"its reward is below reject_below={settings.reject_below:g}"
+        low = [r.episode.id for r in rollouts if r.episode is not None and r.reward is not None and r.reward < settings.reject_below]
+        found |= dict.fromkeys(low, ("rejected", words))
+    if settings.refill:
+        flat = [r.episode.id for g in split_by_signal(groups_of(rollouts), settings.faults)[1] for r in g.rollouts if r.episode is not None]
+        found |= dict.fromkeys(flat, ("group without signal", "every score of its group is the same, and refill is set"))
+    return found

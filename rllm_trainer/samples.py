@@ -19,12 +19,12 @@ from rllm_trace.types import Episode
 from rllm_trainer.breaks import Break, Decode, find_breaks
 from rllm_trainer.exceptions import SettingError
 from rllm_trainer.lineage import Lineages, find_lineages
-from rllm_trainer.placing import PlacedCall, SetAside, sort_out
+from rllm_trainer.placing import PlacedCall, Reason, SetAside, sort_out
 from rllm_trainer.rows import Mode, ReplySpan, Rows, plan_rows
 from rllm_trainer.tree import TokenTree, TreeBuilder
 from rllm_trainer.types import Int32, Sample
 
-__all__ = ["Counters", "Overlong", "SampleSet", "build_samples", "reconstruct"]
+__all__ = ["Counters", "Overlong", "SampleSet", "build_samples", "leave_out", "reconstruct"]
 
 Overlong = Literal["refuse", "mask", "split"]
 """A reply that ends beyond ``max_len``: an error; left out and counted; or trained in pieces, the later ones with less context."""
@@ -160,6 +160,34 @@ def build_samples(
         counters=msgspec.structs.replace(counters, one_row_episodes=int(one_row)),
         tree=tree,
         spans=spans,
+    )
+
+
+def leave_out(sample_set: SampleSet, reason: Reason, detail: str) -> SampleSet:
+    """The set without its rows: every reply that it would have trained is set aside, and its tokens are lost for ``reason``."""
+    counters = sample_set.counters
+    aside = [
+        SetAside(
+            span_id=span.span_id,
+            trajectory_id=span.trajectory_id,
+            role=span.role,
+            choice=span.choice,
+            reason=reason,
+            detail=detail,
+            tokens=span.stop - span.start,
+        )
+        for span in sample_set.spans
+        if span.trains
+    ]
+    lost = Counter(counters.lost_tokens) + Counter({reason: counters.trained_tokens})
+    nothing = dict.fromkeys(
+        ("trained_calls", "trained_tokens", "rows", "row_tokens", "spans", "multi_call_episodes", "one_row_episodes"), 0
+    )
+    return msgspec.structs.replace(
+        sample_set,
+        samples=[],
+        set_aside=[*sample_set.set_aside, *aside],
+        counters=msgspec.structs.replace(counters, lost_tokens=dict(lost), unversioned_tokens=0, cut_context_tokens=0, **nothing),
     )
 
 

@@ -111,8 +111,8 @@ class SpanCredit(msgspec.Struct, frozen=True, kw_only=True):
 
     span_id: str
     choice: int
-    level: Literal["call", "trajectory", "episode", "none"]
-    """Whose reward it was; ``none``: nothing that contains it was scored."""
+    level: Literal["call", "trajectory", "episode", "to_go", "none"]
+    """Whose reward it was; ``to_go``: its own and what came after it; ``none``: nothing that contains it was scored."""
     rule: str
     """The estimator, under verl's name."""
     score: float | None

@@ -2,6 +2,18 @@
 
 from rllm_trainer.advantages.base import Estimates, Estimator, Rule, Units
 from rllm_trainer.advantages.crediting import CreditCounters, Credited, credit
-from rllm_trainer.advantages.rules import RULES, register, rule_named
+from rllm_trainer.advantages.rules import RULES, register, rule_named, rules_of
 
-__all__ = ["RULES", "CreditCounters", "Credited", "Estimates", "Estimator", "Rule", "Units", "credit", "register", "rule_named"]
+__all__ = [
+    "RULES",
+    "CreditCounters",
+    "Credited",
+    "Estimates",
+    "Estimator",
+    "Rule",
+    "Units",
+    "credit",
+    "register",
+    "rule_named",
+    "rules_of",
+]

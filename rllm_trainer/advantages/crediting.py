@@ -1,7 +1,7 @@
 """Groups and rows in, rows with advantages out: units are scored by the rule, then each trained token gets its units' word.
 
-A token whose call has a reward of its own gets that call's advantage. Any other gets the mean over the trajectories that contain it,
-weighted by how many ends each has below it: its own alone in the usual case. What was decided is kept with the row.
+A token whose call has a reward of its own (or a return to go) gets that call's advantage. Any other gets the mean over the trajectories
+that contain it, weighted by how many ends each has below it: its own alone in the usual case. What was decided is kept with the row.
 
 Worked example, rule ``grpo`` without division by the deviation: rewards 1, 0, 0, 1 have the mean 0.5, so every trained token of the
 first and last episode has advantage 0.5, of the others -0.5, be it in one row or in five.
@@ -19,7 +19,7 @@ import numpy as np
 
 from rllm_trainer.advantages.base import Estimates, Estimator, Rule, Units
 from rllm_trainer.advantages.rules import rule_named
-from rllm_trainer.advantages.units import Level, Reply, ReplyKey, Unit, find_replies, find_units
+from rllm_trainer.advantages.units import Comparison, Reply, ReplyKey, Unit, find_replies, find_units
 from rllm_trainer.config import Settings
 from rllm_trainer.exceptions import SettingError
 from rllm_trainer.samples import SampleSet
@@ -40,6 +40,8 @@ class CreditCounters(msgspec.Struct, frozen=True, kw_only=True):
     """Groups with one unit: no baseline, advantage 0."""
     groups_without_spread: int = 0
     """Groups of two or more whose scores are all equal: nothing to learn from."""
+    groups_of_several_roles: int = 0
+    """Groups that compare one role with another, because ``group_by`` is ``task``."""
     groups_with_other_prompts: int = 0
     """Groups whose units do not all start with the same prompt: normal for a judge, worth knowing for a solver."""
     units_by_level: dict[str, int] = {}
@@ -70,7 +72,6 @@ def credit(
     settings: Settings,
     estimator: Estimator,
     algorithm: Algorithm | None = None,
-    by_step: bool = False,
 ) -> Credited:
     """Rows with advantages, in the order of groups, rollouts and rows.
 
@@ -78,7 +79,6 @@ def credit(
         samples: episode id -> its rows; episodes that are not here are not trained, and their scores count in their groups.
         estimator: runs verl's rules; the engine.
         algorithm: overrides ``settings.algorithm``; may name a rule for each role.
-        by_step: calls with rewards of their own are compared only with calls of the same number.
 
     Raises:
         SettingError: an unknown or refused rule; a role without one; a group that mixes tasks.
@@ -87,6 +87,8 @@ def credit(
     rows = [sample for sample_set in sample_sets for sample in sample_set.samples]
     replies = find_replies(sample_sets, rows)
     counts: Counter[str] = Counter()
+    comparison = Comparison(group_by=settings.group_by, returns=settings.returns, discount=settings.discount, faults=settings.faults)
+    units = find_units(groups, replies, counts, comparison=comparison, sample_sets=samples)
     case = _Case(
         settings=settings,
         estimator=estimator,
@@ -94,7 +96,7 @@ def credit(
         samples=rows,
         tasks={r.episode.id: g.task_id for g in groups for r in g.rollouts if r.episode is not None},
         replies=replies,
-        units=find_units(groups, replies, counts, by_step=by_step),
+        units=_penalised(units, replies, settings, counts),
         reference=_reference_logprobs(rows, settings, estimator),
     )
     estimates = case.estimates()
@@ -129,9 +131,11 @@ class _Case:
         """Every unit's advantages: one run of an estimator for each rule and level."""
         found = _Estimated(advantages=[np.zeros(self._length(unit), np.float32) for unit in self.units], totals={})
         sizes = Counter(unit.group for unit in self.units)
-        runs: dict[tuple[str, Level], list[int]] = {}
+        runs: dict[tuple[str, str], list[int]] = {}
+        across = self.settings.group_by == "task"
         for number, unit in enumerate(self.units):
-            runs.setdefault((self._rule_of(unit.role), unit.level), []).append(number)
+            level = "agents" if across and unit.level in ("episode", "trajectory") else unit.level
+            runs.setdefault((self._rule_of(unit.role), level), []).append(number)
         for (name, _), numbers in runs.items():
             rule = rule_named(name)
             compared = [number for number in numbers if not rule.grouped or sizes[self.units[number].group] > 1]
@@ -229,7 +233,7 @@ class _Case:
         by_trajectory: dict[tuple[str, str], int] = {}
         for number, unit in enumerate(self.units):
             for key in unit.replies:
-                if unit.level == "call":
+                if unit.level in ("call", "to_go"):
                     by_call[key] = number
                 else:
                     by_trajectory[key[0], self.replies[key].trajectory_id] = number
@@ -278,12 +282,35 @@ class _Case:
             groups=len(sizes),
             groups_of_one=sum(size == 1 for size in sizes.values()),
             groups_without_spread=sum(len(totals) > 1 and _all_equal(totals) for totals in found.totals.values()),
+            groups_of_several_roles=_of_several_roles(self.units),
             groups_with_other_prompts=sum(len(beginnings) > 1 for beginnings in prompts.values()),
             units_by_level=dict(Counter(unit.level for unit in self.units)),
             shared_replies=sum(len(reply.shares) > 1 for reply in self.replies.values()),
             uncredited_replies=sum(key not in covered for key in self.replies),
             other=dict(counts),
         )
+
+
+def _penalised(units: Sequence[Unit], replies: Mapping[ReplyKey, Reply], settings: Settings, counts: Counter[str]) -> list[Unit]:
+    """The units; of one whose longest reply reaches into the last tokens before ``max_tokens``, the score is lowered."""
+    shaping = settings.overlong_penalty
+    if shaping is None:
+        return list(units)
+    assert settings.max_tokens is not None, "make_settings refuses one without the other"
+    shaped: list[Unit] = []
+    for unit in units:
+        longest = max((replies[key].tokens for key in unit.replies), default=0)
+        share = min(1.0, max(0.0, (longest - (settings.max_tokens - shaping.buffer)) / shaping.buffer))
+        counts["units_penalised_for_length"] += share > 0
+        shaped.append(msgspec.structs.replace(unit, score=unit.score - shaping.factor * share))
+    return shaped
+
+
+def _of_several_roles(units: Sequence[Unit]) -> int:
+    roles: dict[str, set[str]] = {}
+    for unit in units:
+        roles.setdefault(unit.group, set()).add(unit.role)
+    return sum(len(names) > 1 for names in roles.values())
 
 
 def _own_rule(rule: Rule, units: Units) -> Estimates:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import ModuleType
 
 from rllm_trainer.advantages import (
@@ -23,7 +24,7 @@ from rllm_trainer.advantages import (
 from rllm_trainer.advantages.base import Rule
 from rllm_trainer.exceptions import SettingError
 
-__all__ = ["RULES", "register", "rule_named"]
+__all__ = ["RULES", "register", "rule_named", "rules_of"]
 
 _MODULES: tuple[ModuleType, ...] = (
     gae,
@@ -58,6 +59,17 @@ def register(rule: Rule) -> Rule:
         raise SettingError(f"verl has an estimator {rule.name!r}; give your rule another name")
     RULES[rule.name] = rule
     return rule
+
+
+def rules_of(algorithm: str | Mapping[str, str]) -> list[Rule]:
+    """The rules that a run uses: one for all roles, or one for each.
+
+    Raises:
+        SettingError: one is unknown or cannot be used.
+    """
+    if isinstance(algorithm, Mapping) and not algorithm:
+        raise SettingError("algorithm={} names no role; give one rule for all roles, such as 'grpo', or one for each")
+    return [rule_named(name) for name in ([algorithm] if isinstance(algorithm, str) else algorithm.values())]
 
 
 def rule_named(name: str) -> Rule:

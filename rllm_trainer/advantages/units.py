@@ -1,8 +1,9 @@
 """Groups of rollouts and their rows in, units of credit out: what a group's baseline counts once. Pure.
 
 A role whose agents were given rewards of their own is credited by trajectory, every other role by episode; a call that was given a
-reward is a unit of its own besides. The key of a group is (task, role), so a group mixes neither tasks nor roles, and two agents of
-one name are two units. Nothing depends on how a trajectory was cut into rows: a unit's tokens are its replies', in the order of calls.
+reward is a unit of its own besides; with returns to go, every reply is one. The key of a group is (task, role), so a group mixes neither
+tasks nor roles unless ``group_by`` asks for it, and two agents of one name are two units. Nothing depends on how a trajectory was cut
+into rows: a unit's tokens are its replies', in the order of calls.
 
 Example: two rollouts of one task, rewards 1 and 0, one role: two units "episode", one group, whatever the number of rows.
 """
@@ -11,19 +12,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
 from rllm_trace.types import Episode, Trajectory
+from rllm_trainer.advantages.returns import returns_to_go
 from rllm_trainer.exceptions import SettingError
 from rllm_trainer.rollout.faults import leaves_gradient
 from rllm_trainer.samples import SampleSet
 from rllm_trainer.types import Group, Rollout, Sample
 
-__all__ = ["Level", "Place", "Reply", "Unit", "find_replies", "find_units"]
+__all__ = ["Comparison", "Level", "Place", "Reply", "Unit", "find_replies", "find_units"]
 
-Level = Literal["episode", "trajectory", "call"]
+Level = Literal["episode", "trajectory", "call", "to_go"]
 
 ReplyKey = tuple[str, str, int]
 """Episode id, span id of the call, choice."""
@@ -52,6 +54,23 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tokens(self) -> int:
         return sum(place.stop - place.start for place in self.places)
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """What of the settings decides which units there are, and who is compared with whom."""
+
+    group_by: Literal["role", "step", "task"] = "role"
+    returns: Literal["whole", "to_go"] = "whole"
+    discount: float = 1.0
+    faults: Mapping[Any, str] = {}
+    """Overrides of ``leaves_gradient``."""
+
+    def key(self, task_id: str, role: str, *, kind: str = "", step: int | None = None) -> str:
+        """Of a group."""
+        parts = [task_id, "" if self.group_by == "task" else role]
+        if kind:
+            parts += [kind, str(step) if self.group_by == "step" else ""]
+        return "\x1f".join(parts)
 
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,12 +123,19 @@ def find_replies(sample_sets: Sequence[SampleSet], samples: Sequence[Sample]) ->
     }
 
 
-def find_units(groups: Iterable[Group], replies: Mapping[ReplyKey, Reply], counts: Counter[str], *, by_step: bool = False) -> list[Unit]:
+def find_units(
+    groups: Iterable[Group],
+    replies: Mapping[ReplyKey, Reply],
+    counts: Counter[str],
+    *,
+    comparison: Comparison | None = None,
+    sample_sets: Mapping[str, SampleSet] | None = None,
+) -> list[Unit]:
     """The units of all groups.
 
     Args:
         counts: what was found on the way is added here, by name.
-        by_step: calls with rewards are compared with calls of the same number in their trajectory only.
+        sample_sets: episode id -> its set; needed for returns to go.
 
     Raises:
         SettingError: a group mixes tasks, or rows of different content under one task id.
@@ -117,26 +143,29 @@ def find_units(groups: Iterable[Group], replies: Mapping[ReplyKey, Reply], count
     by_trajectory: dict[tuple[str, str], list[ReplyKey]] = {}
     for key, reply in replies.items():
         by_trajectory.setdefault((key[0], reply.trajectory_id), []).append(key)
+    comparison = comparison or Comparison()
     units: list[Unit] = []
     for group in groups:
         _require_one_task(group)
-        scored = [rollout for rollout in group.rollouts if _is_scored(rollout, counts)]
+        scored = [rollout for rollout in group.rollouts if _is_scored(rollout, counts, comparison.faults)]
         roles = dict.fromkeys(t.name for r in scored for t in _episode(r).trajectories if t.calls)
         for role in roles:
             members = [(r, [t for t in _episode(r).trajectories if t.name == role and t.calls]) for r in scored]
             members = [(rollout, trajectories) for rollout, trajectories in members if trajectories]
             if not any(by_trajectory.get((_episode(r).id, t.id)) for r, trajectories in members for t in trajectories):
                 continue  # another model's role, or one of which nothing can be trained
-            if any(t.reward is not None for _, trajectories in members for t in trajectories):
-                units += _trajectory_units(group.task_id, role, members, by_trajectory, counts)
-            else:
-                units += _episode_units(group.task_id, role, members, by_trajectory, counts)
-            units += _call_units(group.task_id, role, members, by_trajectory, by_step=by_step)
+            if comparison.returns == "to_go":
+                units += _to_go_units(group.task_id, role, members, by_trajectory, sample_sets or {}, comparison)
+                continue
+            by_agent = any(t.reward is not None for _, trajectories in members for t in trajectories)
+            make = _trajectory_units if by_agent else _episode_units
+            units += make(comparison.key(group.task_id, role), role, members, by_trajectory, counts)
+            units += _call_units(group.task_id, role, members, by_trajectory, comparison)
     return units
 
 
 def _trajectory_units(
-    task_id: str,
+    group: str,
     role: str,
     members: Sequence[tuple[Rollout, list[Trajectory]]],
     by_trajectory: Mapping[tuple[str, str], list[ReplyKey]],
@@ -156,7 +185,7 @@ def _trajectory_units(
             units.append(
                 Unit(
                     level="trajectory",
-                    group=_key(task_id, role),
+                    group=group,
                     role=role,
                     episode_id=episode.id,
                     target=trajectory.id,
@@ -169,7 +198,7 @@ def _trajectory_units(
 
 
 def _episode_units(
-    task_id: str,
+    group: str,
     role: str,
     members: Sequence[tuple[Rollout, list[Trajectory]]],
     by_trajectory: Mapping[tuple[str, str], list[ReplyKey]],
@@ -184,7 +213,7 @@ def _episode_units(
         units.append(
             Unit(
                 level="episode",
-                group=_key(task_id, role),
+                group=group,
                 role=role,
                 episode_id=episode.id,
                 target=episode.id,
@@ -201,8 +230,7 @@ def _call_units(
     role: str,
     members: Sequence[tuple[Rollout, list[Trajectory]]],
     by_trajectory: Mapping[tuple[str, str], list[ReplyKey]],
-    *,
-    by_step: bool,
+    comparison: Comparison,
 ) -> list[Unit]:
     units: list[Unit] = []
     for rollout, trajectories in members:
@@ -214,12 +242,46 @@ def _call_units(
                     units.append(
                         Unit(
                             level="call",
-                            group=_key(task_id, role, "call", str(step) if by_step else ""),
+                            group=comparison.key(task_id, role, kind="call", step=step),
                             role=role,
                             episode_id=episode.id,
                             target=call.span_id,
                             score=scores[call.span_id],
                             replies=[key for key in by_trajectory.get((episode.id, trajectory.id), []) if key[1] == call.span_id],
+                        )
+                    )
+    return units
+
+
+def _to_go_units(
+    task_id: str,
+    role: str,
+    members: Sequence[tuple[Rollout, list[Trajectory]]],
+    by_trajectory: Mapping[tuple[str, str], list[ReplyKey]],
+    sample_sets: Mapping[str, SampleSet],
+    comparison: Comparison,
+) -> list[Unit]:
+    """One for each trained reply."""
+    units: list[Unit] = []
+    for rollout, trajectories in members:
+        episode = _episode(rollout)
+        if episode.id not in sample_sets:
+            continue
+        final = {t.id: t.reward if t.reward is not None else _total(rollout) for t in episode.trajectories}
+        found = returns_to_go(sample_sets[episode.id], own=_call_scores(episode), final=final, discount=comparison.discount)
+        for trajectory in trajectories:
+            steps = {call.span_id: step for step, call in enumerate(trajectory.calls)}
+            for key in by_trajectory.get((episode.id, trajectory.id), []):
+                if key[1:] in found:
+                    units.append(
+                        Unit(
+                            level="to_go",
+                            group=comparison.key(task_id, role, kind="to_go", step=steps[key[1]]),
+                            role=role,
+                            episode_id=episode.id,
+                            target=key[1],
+                            score=found[key[1:]],
+                            replies=[key],
                         )
                     )
     return units
@@ -264,25 +326,21 @@ def _shares(sample_set: SampleSet) -> dict[ReplyKey, dict[str, float]]:
     }
 
 
-def _is_scored(rollout: Rollout, counts: Counter[str]) -> bool:
-    if rollout.episode is None or leaves_gradient(rollout.fault):
+def _is_scored(rollout: Rollout, counts: Counter[str], faults: Mapping[Any, str]) -> bool:
+    if rollout.episode is None or leaves_gradient(rollout.fault, faults):
         counts["rollouts_left_out"] += 1
         return False
     return True
 
 
 def _total(rollout: Rollout) -> float | None:
-    """The episode's score; an end that the policy caused and nobody scored is 0."""
-    return 0.0 if rollout.reward is None and rollout.fault == "policy" else rollout.reward
+    """The episode's score; a failure that is trained and that nobody scored is 0."""
+    return 0.0 if rollout.reward is None and rollout.fault is not None else rollout.reward
 
 
 def _episode(rollout: Rollout) -> Episode:
     assert rollout.episode is not None
     return rollout.episode
-
-
-def _key(*parts: str) -> str:
-    return "\x1f".join(parts)
 
 
 def _require_one_task(group: Group) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import msgspec
 
-from rllm_trainer.advantages.rules import rule_named
+from rllm_trainer.advantages.rules import rules_of
 from rllm_trainer.batching import require_scale_factor
 from rllm_trainer.config import Settings
 from rllm_trainer.engine.policy_losses import PolicyLoss, policy_loss
@@ -91,7 +91,7 @@ def require_supported(settings: Settings) -> None:
     Raises:
         SettingError: the algorithm, the policy loss, their aggregation or an entry for verl cannot be honoured.
     """
-    rule_named(settings.algorithm)
+    rules_of(settings.algorithm)
     passed_to_verl(settings)
     require_scale_factor(settings)
 

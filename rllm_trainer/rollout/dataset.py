@@ -60,6 +60,12 @@ class FixedTasks:
                 continue
             yield [self.tasks[i] for i in picked]
 
+    def spare(self, step: int, *, seed: int) -> Iterator[Task]:
+        """All tasks in an order that depends on seed and step alone: what a step may draw besides its batch."""
+        order = list(range(len(self.tasks)))
+        random.Random(f"{seed}:{step}:spare").shuffle(order)
+        return (self.tasks[i] for i in order)
+
 
 class StreamedTasks:
     """Rows come from an iterable, once, as they are needed."""

@@ -7,17 +7,17 @@ parsed) is trained, with the reward function's word or 0. Only infrastructure fa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import cast
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import msgspec
 
 from rllm_trace._spans import error_info
 from rllm_trace.exceptions import RllmError
-from rllm_trace.types import Episode, ModelCall
+from rllm_trace.types import Episode, ErrorInfo, ModelCall
 from rllm_trainer.types import Fault
 
-__all__ = ["Verdict", "describe", "judge", "leaves_gradient"]
+__all__ = ["Verdict", "describe", "judge", "judge_recorded", "leaves_gradient"]
 
 _CONNECTION_TYPES = frozenset(
     {
@@ -74,9 +74,27 @@ def judge(*, error: BaseException | None, deadline: str | None, episode: Episode
     return Verdict()
 
 
-def leaves_gradient(fault: Fault | None) -> bool:
-    """True where a rollout with this fault is not trained."""
-    return fault in ("infrastructure", "app", "reward")
+def judge_recorded(episode: Episode) -> Verdict:
+    """The same of a stored episode, whose exception is a record by now: what had caused it is told by the call that failed last."""
+    error = episode.error
+    if episode.termination in ("timeout", "cancelled"):
+        return Verdict(fault="infrastructure", reason=error.message if error is not None else f"it was ended by a {episode.termination}")
+    if error is None or episode.termination != "failed":
+        return judge(error=None, deadline=None, episode=episode)
+    what = f"the app raised {error.type}: {' '.join(error.message.split())[:_LONGEST_MESSAGE]}"
+    if _is_below(error) or _last_broken_call(episode) is not None:
+        return Verdict(fault="infrastructure", reason=what)
+    if error.status_code in _APP_STATUS or error.type.startswith(f"{RllmError.__module__}."):
+        return Verdict(fault="app", reason=what)
+    if not any(call.exact and call.complete for call in episode.calls):
+        return Verdict(fault="app", reason=f"{what} before its first exact call")
+    return Verdict(fault="policy", reason=what)
+
+
+def leaves_gradient(fault: Fault | None, overrides: Mapping[Any, str] | None = None) -> bool:
+    """True where a rollout with this fault is not trained; ``overrides``: fault -> ``train`` or ``leave``."""
+    asked = (overrides or {}).get(fault or "")
+    return asked == "leave" if asked is not None else fault in ("infrastructure", "app", "reward")
 
 
 def describe(error: BaseException) -> str:
@@ -132,15 +150,14 @@ def _last_broken_call(episode: Episode | None) -> ModelCall | None:
         return None
     for trajectory in episode.trajectories:
         calls = [call for call in trajectory.calls if call.endpoint == "policy" and not call.late]
-        if calls and _failed_below(calls[-1]):
+        if calls and calls[-1].error is not None and _is_below(calls[-1].error):
             return calls[-1]
     return None
 
 
-def _failed_below(call: ModelCall) -> bool:
-    if call.error is None:
-        return False
-    if _is_server_status(call.error.status_code):
+def _is_below(error: ErrorInfo) -> bool:
+    """Whether the server or the connection failed, not what was asked of it."""
+    if _is_server_status(error.status_code):
         return True
-    module, _, name = call.error.type.rpartition(".")
+    module, _, name = error.type.rpartition(".")
     return name in _CONNECTION_TYPES and module.split(".")[0] in _CLIENT_MODULES

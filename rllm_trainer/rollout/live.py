@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rllm_trace.routing import Route
 from rllm_trainer.config import Settings
@@ -28,6 +28,7 @@ def live_source(
     log: RolloutLog,
     report: Report,
     stop: threading.Event,
+    spare: Callable[[int], Iterator[Task]] | None = None,
 ) -> LiveSource | AheadSource:
     """What runs the app for each step. It takes up what the run folder has of groups that an interruption left unfinished."""
     first = unfinished(state.cursor, state.step)
@@ -42,6 +43,9 @@ def live_source(
             report=report,
             stop=stop,
             begun=log.read([first]),
+            refill=settings.refill,
+            spare=spare,
+            faults=settings.faults,
         )
     drawn = state.step if state.cursor is None else state.cursor.drawn
     return AheadSource(

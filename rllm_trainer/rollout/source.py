@@ -10,7 +10,8 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from itertools import islice
+from typing import Any, Protocol
 
 import msgspec
 
@@ -21,6 +22,7 @@ from rllm_trainer.rollout.attempt import Conditions, Job, Outcome
 from rllm_trainer.rollout.dataset import Task
 from rllm_trainer.rollout.record import RolloutLog, Split, groups_of
 from rllm_trainer.rollout.runner import Listener, Runner
+from rllm_trainer.rollout.signal import split_by_signal
 from rllm_trainer.state import Cursor
 from rllm_trainer.types import Group, Rollout
 
@@ -67,7 +69,17 @@ class LiveSource:
         report: Report,
         stop: threading.Event,
         begun: Mapping[int, Sequence[Rollout]] | None = None,
+        refill: int = 0,
+        spare: Callable[[int], Iterator[Task]] | None = None,
+        faults: Mapping[Any, str] | None = None,
     ) -> None:
+        """
+        Args:
+            begun: step -> rollouts that an interrupted run had collected for it.
+            refill: rounds of further tasks in place of groups without signal.
+            spare: step -> tasks for that, in the order in which they are drawn.
+            faults: overrides of which failures are trained.
+        """
         self._batches = batches
         self._runner = runner
         self._route = route
@@ -77,13 +89,38 @@ class LiveSource:
         self._report = report
         self._stop = stop
         self._begun = dict(begun or {})
-        """Step -> rollouts that an interrupted run had collected for it."""
+        self._refill = refill
+        self._spare = spare
+        self._faults = faults
 
     def collect(self, step: int, version: int) -> Collected | None:
         tasks = next(self._batches, None)
         if tasks is None:
             return None
         kept = {(r.task_id, r.index): r for r in self._begun.pop(step, ()) if r.policy_version == version}
+        notes: list[str] = []
+        rollouts, seconds = self._run(tasks, step, version, kept, notes)
+        spare = self._spare(step) if self._spare is not None else iter(())
+        drawn = {task.id for task in tasks}
+        for _ in range(self._refill):
+            flat = split_by_signal(groups_of(rollouts), self._faults)[1]
+            missing = len(tasks) + len(flat) - len(drawn)
+            further = list(islice((task for task in spare if task.id not in drawn), missing))
+            if not further:
+                break
+            drawn |= {task.id for task in further}
+            made, spent = self._run(further, step, version, kept, notes)
+            rollouts, seconds = [*rollouts, *made], seconds + spent
+        groups = groups_of(rollouts)
+        if self._refill:
+            flat = split_by_signal(groups, self._faults)[1]
+            notes.append(f"groups without signal, left out: {len(flat)} of {len(groups)}; further rows drawn: {len(drawn) - len(tasks)}")
+        return Collected(groups=groups, seconds=seconds, notes=notes)
+
+    def _run(
+        self, tasks: Sequence[Task], step: int, version: int, kept: Mapping[tuple[str, int], Rollout], notes: list[str]
+    ) -> tuple[list[Rollout], float]:
+        """The rollouts of these tasks, those that are kept not made again."""
         jobs = [
             Job(task_id=task.id, index=index, row=task.row, seed=rollout_seed(self._seed, task.id, index, step))
             for task in tasks
@@ -91,7 +128,10 @@ class LiveSource:
             if (task.id, index) not in kept
         ]
         conditions = Conditions(route=self._route, version=version, metadata={"step": step, "split": "train"})
-        notes = [f"{len(kept)} rollouts were taken over from before the interruption"] if kept else []
+        ids = {task.id for task in tasks}
+        taken = [rollout for rollout in kept.values() if rollout.task_id in ids]
+        if taken:
+            notes.append(f"{len(taken)} rollouts were taken over from before the interruption")
         rollouts, seconds = run_jobs(
             self._runner,
             jobs,
@@ -103,8 +143,7 @@ class LiveSource:
             stop=self._stop,
             notes=notes.append,
         )
-        ids = {task.id for task in tasks}
-        return Collected(groups=groups_of([*(r for r in kept.values() if r.task_id in ids), *rollouts]), seconds=seconds, notes=notes)
+        return [*taken, *rollouts], seconds
 
     def cursor(self) -> Cursor | None:
         return None

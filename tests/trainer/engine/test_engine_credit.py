@@ -35,12 +35,11 @@ def agent(name: str, role: str, calls: list[Any], reward: float | None) -> Traje
 
 def credited(engine: VerlEngine, groups: list[Group], mode: Any = "tree", **given: Any) -> Any:
     algorithm = given.pop("per_role", None)
-    by_step = given.pop("by_step", False)
     settings = make_settings({"threads": 1, **given})
     episodes = [r.episode for g in groups for r in g.rollouts if r.episode is not None]
     samples: dict[str, SampleSet] = {episode.id: build_samples(episode, mode=mode) for episode in episodes}
     engine.restart(settings)
-    return credit(groups, samples, settings=settings, estimator=engine, algorithm=algorithm, by_step=by_step)
+    return credit(groups, samples, settings=settings, estimator=engine, algorithm=algorithm)
 
 
 def trained(rows: list[Row]) -> list[list[float]]:
@@ -122,7 +121,7 @@ def test_a_call_with_a_reward_of_its_own_gets_its_own_advantage(process: VerlEng
         return make_episode(*calls, episode_id=name, task_id="t", rewards=[Reward(name="step", value=first, target=f"{name}-s1")])
 
     group = Group(task_id="t", rollouts=[rollout(episode("a", 0.0), 1.0), rollout(episode("b", 4.0), 0.0)])
-    rows = credited(process, [group], norm_by_std=False, by_step=True)
+    rows = credited(process, [group], norm_by_std=False, group_by="step")
     assert trained(rows) == [[-2.0, 0.5], [2.0, -0.5]]
     assert [record.level for record in rows[0].credit] == ["call", "episode"]
 
