@@ -38,19 +38,37 @@ _USED = frozenset(
         "eval_greedy",
         "max_model_len",
         "max_tokens",
+        "fireworks",
         "port",
         "progress",
         "replaces",
+        "replicas",
         "retries",
         "rollout_timeout",
         "sampling",
         "seed",
         "serving",
+        "serving_key",
+        "serving_url",
         "threads",
+        "vllm",
     }
 )
 _ONLY_WITH_A_MODEL = frozenset(
-    {"call_timeout", "constrained", "eval_greedy", "max_model_len", "max_tokens", "port", "replaces", "sampling", "serving", "threads"}
+    {
+        "call_timeout",
+        "constrained",
+        "eval_greedy",
+        "max_model_len",
+        "max_tokens",
+        "port",
+        "replaces",
+        "replicas",
+        "sampling",
+        "serving",
+        "threads",
+        "vllm",
+    }
 )
 
 
@@ -79,7 +97,8 @@ def evaluate(
     """Score ``app`` on every row of ``dataset``.
 
     Args:
-        model: a Hugging Face folder or name to serve and lead the app's calls to; None: the app's own endpoints, nothing redirected.
+        model: a Hugging Face folder or name to serve and lead the app's calls to; None: the app's own endpoints, nothing redirected. With
+            a server that is there (``serving_url``, ``fireworks``): the name that it knows the model by; None: the one that it serves.
         reward: as for ``fit``.
         n: sampled rollouts of each row; their mean is the row's score.
         output_dir: the run folder; None: a new one under ``runs/``.
@@ -89,18 +108,22 @@ def evaluate(
         TrainerError: something was refused or went wrong; the message says what to do.
     """
     report = Report(progress=settings.get("progress", True) is not False)
-    table_of = _settings(dict(settings), n=n, own_endpoints=model is None)
+    there = settings.get("serving_url") is not None or settings.get("fireworks") is not None
+    table_of = _settings(dict(settings), n=n, own_endpoints=model is None and not there)
     rewards = plan_rewards(reward, app)
     tasks = fixed_tasks(dataset, "dataset")
     runner = Runner(app, rewards, limits_of(table_of))
     require_arguments(tasks, runner.binder, rewards)
-    folder = None if model is None else resolve_model(model, say=report.note)
+    if there:
+        served = None if model is None else str(model)
+    else:
+        served = None if model is None else resolve_model(model, say=report.note)
     run_dir = new_run_dir(Path(output_dir) if output_dir is not None else None, name=f"{app_name(app)}-evaluation", resume=False)
     facts = {
         "app": app_name(app),
         "dataset": f"{len(tasks)} rows",
         "reward": rewards.source,
-        "model": str(folder) if folder is not None else "the app's own endpoints",
+        "model": str(served) if served is not None else "the one that is served" if there else "the app's own endpoints",
         "run folder": str(run_dir),
     }
     report.settings([row for row in table(table_of, settings) if row.name in _USED], facts)
@@ -112,8 +135,8 @@ def evaluate(
                 log = RolloutLog(run_dir)
                 open_.callback(log.close)
                 route = None
-                if folder is not None:
-                    route = route_to(open_.enter_context(serving(table_of, folder, run_dir, stop.event)), table_of, None)
+                if served is not None or there:
+                    route = route_to(open_.enter_context(serving(table_of, served, run_dir, stop.event)), table_of, None)
                 evaluator = Evaluator(tasks, runner, route, n=n, seed=table_of.seed, log=log, report=report, stop=stop.event)
                 found = evaluator.run(step=0, version=0, greedy=table_of.eval_greedy)
         except RunInterrupted:

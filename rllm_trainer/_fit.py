@@ -32,6 +32,7 @@ from rllm_trainer.rollout.record import RolloutLog
 from rllm_trainer.rollout.runner import RunInterrupted, Runner
 from rllm_trainer.samples import Counters
 from rllm_trainer.serving.base import Server
+from rllm_trainer.serving_settings import Serving
 from rllm_trainer.template import template_breaks, tokenize_with
 
 __all__ = ["FitResult", "fit"]
@@ -71,7 +72,7 @@ def fit(
     replaces: Iterable[str] | None = None,
     sampling: dict[str, Any] | None = None,
     output_dir: str | Path | None = None,
-    serving: Literal["auto", "local"] = "auto",
+    serving: Serving = "auto",
     engine: Literal["auto", "verl"] = "auto",
     **settings: Unpack[SettingsKw],
 ) -> FitResult:

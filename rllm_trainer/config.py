@@ -17,6 +17,7 @@ import msgspec
 
 from rllm_trainer.cluster.layout import ClusterLayout
 from rllm_trainer.exceptions import SettingError
+from rllm_trainer.serving_settings import FireworksSettings, InFlight, Serving, VllmSettings, check_serving
 
 __all__ = [
     "Constrained",
@@ -160,8 +161,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     continuation: Continuation = "rendered"
     """What the next prompt of a chat is made of: the chat template alone, or (exact) the recorded ids and the template for what is new."""
 
-    serving: Literal["auto", "local"] = "auto"
-    """What serves the policy; auto: the best that this machine has."""
+    serving: Serving = "auto"
+    """What serves the policy; auto: the embedded server."""
+    serving_url: str | list[str] | None = None
+    """A server that is there already, or several; None: one is started. Ends in ``/v1``."""
+    serving_key: str | None = None
+    """Environment variable that holds the key of such a server."""
+    replicas: _Positive = 1
+    """Servers that are started; an episode stays with the one that it began on."""
+    in_flight: InFlight | None = None
+    """Calls in flight at a swap: ``keep`` (they go on with the new weights, versions told token by token), ``abort`` (they end as they
+    are) or ``wait`` (they end first); None: keep where the server can tell versions, else wait."""
+    vllm: VllmSettings | None = None
+    """How vLLM is started."""
+    fireworks: FireworksSettings | None = None
+    """Which deployment of Fireworks it is."""
     engine: Literal["auto", "verl", "cluster", "direct-ray"] = "auto"
     """What updates the weights; auto: verl in a process of ours. ``cluster``: verl's own trainer on Ray, which also serves the policy.
     ``direct-ray``: this loop, over ranks that are Ray workers."""
@@ -250,6 +264,12 @@ class SettingsKw(TypedDict, total=False):
     max_model_len: int | None
     constrained: Constrained
     continuation: Continuation
+    serving_url: str | list[str] | None
+    serving_key: str | None
+    replicas: int
+    in_flight: InFlight | None
+    vllm: VllmSettings | dict[str, Any] | None
+    fireworks: FireworksSettings | dict[str, Any] | None
     port: int
     threads: int | None
     concurrency: int
@@ -329,6 +349,7 @@ def make_settings(given: Mapping[str, Any], *, refused: Mapping[str, str] | None
             raise SettingError(f"{name}={_shown(given[name])} would have no effect: {reason}; leave it out")
     settings = _convert(given)
     _check_together(settings, given)
+    check_serving(settings, given)
     sampling = dict(settings.sampling or {})
     if settings.max_tokens is not None:
         sampling["max_tokens"] = settings.max_tokens

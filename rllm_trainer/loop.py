@@ -191,7 +191,7 @@ class Loop:
         lr = learning_rate(step, peak=settings.lr, schedule=settings.schedule, warmup_steps=settings.warmup_steps, steps=self.state.steps)
         version = self.state.version + 1
         probed = probe_rows([row.sample for row in batch.rows]) if self._parts.server is not None else []
-        rows, temperatures = [s.token_ids for s in probed], [s.temperature for s in probed]
+        rows, temperatures = [s.token_ids for s in probed], [1.0] * len(probed)  # every server can score given tokens at 1
         old = engine.logprobs(rows, temperatures=temperatures)
         line = update_measures(engine.update(batch, lr=lr))
         if line.get(GAP_MEAN, 0.0) > WIDE_GAP:
@@ -201,7 +201,7 @@ class Loop:
             )
         if self._parts.server is not None:
             new = engine.logprobs(rows, temperatures=temperatures)
-            probe = pick_probe(rows, old, new, temperature=temperatures[0])
+            probe = pick_probe(rows, old, new)
             line |= swap_measures(self._parts.server.swap(engine.export_weights(version), probe=probe))
         self.state = msgspec.structs.replace(self.state, version=version)
         return line

@@ -29,6 +29,7 @@ from rllm_trainer.rollout.arguments import Binder, app_name
 from rllm_trainer.rollout.dataset import FixedTasks, StreamedTasks, Task, read_tasks, require_disjoint
 from rllm_trainer.rollout.rewards import RewardPlan, plan_rewards
 from rllm_trainer.rollout.runner import Limits
+from rllm_trainer.serving_settings import require_trainable
 from rllm_trainer.state import State
 
 __all__ = ["Ask", "RunPlan", "fixed_tasks", "guarded", "limits_of", "plan_run", "require_arguments", "require_steps", "versions_here"]
@@ -101,6 +102,7 @@ def plan_run(ask: Ask, report: Report) -> RunPlan:
     if not ask.given.get("staleness"):
         refused["correction"] = "staleness=0 means that every token was sampled by the weights that are trained"
     settings = make_settings(ask.given, refused=refused)
+    require_trainable(settings)
     rules_of(settings.algorithm)
     require_correction(settings.correction)
     name = app_name(ask.app)

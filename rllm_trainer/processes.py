@@ -20,6 +20,7 @@ from rllm_trainer.exceptions import ServerError
 from rllm_trainer.loop import TrainingEngine
 from rllm_trainer.rollout.runner import RunInterrupted
 from rllm_trainer.serving.base import Capabilities, Server
+from rllm_trainer.serving.replicas import Replicas
 
 __all__ = ["route_to", "running", "serving", "start_engine", "start_server"]
 
@@ -53,10 +54,10 @@ def running(settings: Settings, model: Path, run_dir: Path, stop: threading.Even
 
 
 @contextmanager
-def serving(settings: Settings, model: Path, run_dir: Path, stop: threading.Event) -> Generator[Server]:
-    """A server alone."""
+def serving(settings: Settings, model: Path | str | None, run_dir: Path, stop: threading.Event) -> Generator[Server]:
+    """A server alone, to ask and not to give weights to; ``model``: the folder, or the name that a server which is there knows it by."""
     _require_free_port(settings.port)
-    server = _started("server", lambda: start_server(settings, model, run_dir))
+    server = _started("server", lambda: start_server(settings, model, run_dir, swaps=False))
     try:
         _wait([server], stop)
         yield server.result()
@@ -71,13 +72,11 @@ def start_engine(settings: Settings, model: Path, run_dir: Path) -> TrainingEngi
     return VerlEngine.start(model, settings, run_dir)
 
 
-def start_server(settings: Settings, model: Path, run_dir: Path) -> Server:
+def start_server(settings: Settings, model: Path | str | None, run_dir: Path, *, swaps: bool = True) -> Server:
     """What serves the policy."""
-    from rllm_trainer.serving.local import LocalServer
+    from rllm_trainer.serving.starting import start_serving
 
-    return LocalServer.start(
-        model, run_dir=run_dir / "logs", max_model_len=settings.max_model_len, threads=settings.threads, port=settings.port
-    )
+    return start_serving(settings, model, run_dir, swaps=swaps)
 
 
 def route_to(server: Server, settings: Settings, sites: CallSites | None) -> Route:
@@ -91,6 +90,7 @@ def route_to(server: Server, settings: Settings, sites: CallSites | None) -> Rou
         constrained=settings.constrained,
         call_timeout=settings.call_timeout,
         sites=sites,
+        resolve=server.resolve if isinstance(server, Replicas) else None,
     )
 
 

@@ -183,15 +183,14 @@ class Attempt:
         route = self._conditions.route
         if route is None:
             return None
-        endpoint = route.endpoint(None)
 
-        def resolve(_scope: object) -> Endpoint:
+        def resolve(scope: object) -> Endpoint:
             if self._over:
                 raise RolloutOver(
                     f"rollout {self.job.index} of task {self.job.task_id} has been given up ({self._given_up}), and the app still runs: "
                     "its calls are refused; let this error end the app, or raise the deadline"
                 )
-            return endpoint
+            return route.endpoint(scope)
 
         return msgspec.structs.replace(route, resolve=resolve)
 
