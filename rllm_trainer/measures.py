@@ -15,11 +15,13 @@ from rllm_trainer.evaluation import Evaluation
 from rllm_trainer.metrics import EVAL_GREEDY, EVAL_SAMPLED, REWARD_MEAN
 from rllm_trainer.rollout.faults import leaves_gradient
 from rllm_trainer.samples import Counters
-from rllm_trainer.serving.base import SwapReport
+from rllm_trainer.serving.base import CONTINUED, SwapReport
 from rllm_trainer.types import Batch, Group, Sample
 
 __all__ = [
     "batch_measures",
+    "continuation_measures",
+    "continuation_notes",
     "evaluation_measures",
     "probe_rows",
     "rollout_measures",
@@ -75,6 +77,17 @@ def sample_measures(counters: Counters, seconds: float) -> Measures:
     if seconds > 0:
         found["tokens_per_second"] = counters.sampled_tokens / seconds
     return found
+
+
+def continuation_measures(counts: Mapping[str, int]) -> Measures:
+    """How many prompts were made of recorded ids, and how many could not be, or not as far as they might, by cause."""
+    return {f"continuation/{name.replace(' ', '_')}": count for name, count in sorted(counts.items())}
+
+
+def continuation_notes(counts: Mapping[str, int]) -> list[str]:
+    """The causes, in a sentence for the report of a step."""
+    causes = [f"{name} {count}" for name, count in sorted(counts.items()) if name != CONTINUED]
+    return [f"prompts that do not continue all that was recorded: {', '.join(causes)}"] if causes else []
 
 
 def batch_measures(batch: Batch) -> Measures:

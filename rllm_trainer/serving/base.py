@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from rllm_trainer.engine.base import WeightsFile
 from rllm_trainer.types import Float32, Int32
 
-__all__ = ["Capabilities", "Probe", "Server", "SwapReport"]
+__all__ = ["CONTINUED", "Capabilities", "Continues", "Probe", "Server", "SwapReport"]
+
+CONTINUED = "continued"
+"""A prompt that was made of recorded ids, among the counts of ``Continues``."""
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,3 +93,12 @@ class Server(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Continues(Protocol):
+    """A server that can make the next prompt of a chat from the ids that it recorded."""
+
+    def continuations(self) -> Counter[str]:
+        """Since the start: prompts ``CONTINUED``, and by cause those that do not continue all that was recorded; empty if it is not to."""
+        ...
