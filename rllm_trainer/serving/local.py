@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import os
 import secrets
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ import numpy as np
 from rllm_trainer._child import Child, ChildDied
 from rllm_trainer.engine.base import WeightsFile
 from rllm_trainer.exceptions import ServerError
-from rllm_trainer.serving.base import Capabilities, Probe, SwapReport
+from rllm_trainer.serving.base import CONTINUED, Capabilities, Probe, SwapReport
 from rllm_trainer.serving.proof import SwapNotProven, judge
 from rllm_trainer.types import Float32, Int32
 
@@ -148,6 +149,11 @@ class LocalServer:
     def stats(self) -> dict[str, Any]:
         """Counters of the server since its start: steps, tokens computed, tokens taken from the prefix cache, swaps ..."""
         return self._call("GET", "/rllm/stats")
+
+    def continuations(self) -> Counter[str]:
+        """See ``Continues``."""
+        told = self.stats()
+        return Counter({CONTINUED: told["continued"], **told["not_continued"]}) if "continued" in told else Counter()
 
     def check(self) -> None:
         """Raises ``ServerError``, with the last log lines, if the server is gone."""
