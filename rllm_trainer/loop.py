@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -26,6 +27,8 @@ from rllm_trainer.evaluation import Evaluation, Evaluator
 from rllm_trainer.exceptions import RunStopped
 from rllm_trainer.measures import (
     batch_measures,
+    continuation_measures,
+    continuation_notes,
     evaluation_measures,
     probe_rows,
     rollout_measures,
@@ -40,7 +43,7 @@ from rllm_trainer.rollout.runner import RunInterrupted
 from rllm_trainer.rollout.source import Collected, Source
 from rllm_trainer.samples import Counters, SampleSet
 from rllm_trainer.schedule import learning_rate
-from rllm_trainer.serving.base import Server
+from rllm_trainer.serving.base import Continues, Server
 from rllm_trainer.serving.proof import pick_probe
 from rllm_trainer.state import State
 from rllm_trainer.trainability import (
@@ -92,6 +95,7 @@ class Loop:
         """What became of the calls and tokens of every step taken here."""
         self._parts = parts
         self._looked = False
+        self._continued = Counter[str]()
 
     def run(self) -> State:
         """Take every step that is left. A checkpoint of the last whole step is written whatever ends it.
@@ -130,6 +134,8 @@ class Loop:
         counters = reduce(add, (s.counters for s in samples.values()), Counters())
         self.counters += counters
         line = rollout_measures(collected.groups, collected.seconds) | sample_measures(counters, collected.seconds)
+        line |= continuation_measures(found := self._continuations())
+        notes += continuation_notes(found)
         prepared = prepare(
             collected.groups,
             samples,
@@ -205,6 +211,13 @@ class Loop:
             line |= swap_measures(self._parts.server.swap(engine.export_weights(version), probe=probe))
         self.state = msgspec.structs.replace(self.state, version=version)
         return line
+
+    def _continuations(self) -> Counter[str]:
+        """What became of the prompts of recorded chats since the last step; nothing where the server continues none."""
+        server = self._parts.server
+        now = server.continuations() if isinstance(server, Continues) else Counter[str]()
+        new, self._continued = now - self._continued, now
+        return new
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """The held-out scores of this step, where they are due between the first and the last."""
