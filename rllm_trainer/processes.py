@@ -19,7 +19,7 @@ from rllm_trainer.config import Settings
 from rllm_trainer.exceptions import ServerError
 from rllm_trainer.loop import TrainingEngine
 from rllm_trainer.rollout.runner import RunInterrupted
-from rllm_trainer.serving.base import Capabilities, Server
+from rllm_trainer.serving.base import Capabilities, Continues, Server
 from rllm_trainer.serving.replicas import Replicas
 
 __all__ = ["route_to", "running", "serving", "start_engine", "start_server"]
@@ -47,6 +47,8 @@ def running(settings: Settings, model: Path, run_dir: Path, stop: threading.Even
         if server.done():
             server.result()
         _require_capable(server.result().capabilities, lora=settings.lora is not None)
+        if settings.continuation == "exact" and not isinstance(server.result(), Continues):
+            raise ServerError("continuation='exact' needs a server that keeps the ids of a chat, which is serving='local'")
         yield engine.result(), server.result()
     finally:
         _close(server)
