@@ -60,6 +60,9 @@ class Replicas:
 
     def __init__(self, members: Sequence[_Member], base: Path | None) -> None:
         self._members = list(members)
+        each = [msgspec.structs.asdict(member.server.capabilities) for member in members]
+        self.capabilities = Capabilities(**{name: all(one[name] for one in each) for name in each[0]})
+        """What all of them can do."""
         self._base = base
         self._current: WeightsFile | None = None
         self._lock = threading.RLock()
@@ -92,12 +95,6 @@ class Replicas:
                     future.result().close()
             raise failed
         return cls([_Member(i, start, future.result()) for i, (start, future) in enumerate(zip(starts, futures, strict=True))], base)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What all of them can do."""
-        each = [msgspec.structs.asdict(member.server.capabilities) for member in self._members]
-        return Capabilities(**{name: all(one[name] for one in each) for name in each[0]})
 
     @property
     def base_url(self) -> str:
