@@ -1,9 +1,11 @@
 """The patch of the ``openai`` package: every model call of a client made inside a workflow becomes one ``ClientCall``.
 
-Four methods of the two concrete classes ``OpenAI`` and ``AsyncOpenAI`` are wrapped: ``request`` (one call of the app, the SDK's own
-retries inside it), ``_prepare_request`` and ``_send_request`` (each request that goes out) and ``_process_response`` (the answer before
-it is parsed). Every call shape passes through them: raw and streaming responses, ``parse``, the ``stream`` helper, ``client.post``, Azure,
-sub-classes, clients made before. A wrapper is never taken off while another sits on top of it; without a workflow it only calls on.
+Five methods of the two concrete classes ``OpenAI`` and ``AsyncOpenAI`` are wrapped: ``request`` (one call of the app, the SDK's own
+retries inside it), ``_build_request`` (where its options become another request), ``_prepare_request`` and ``_send_request`` (each
+request that goes out) and ``_process_response`` (the answer before it is parsed). Every call shape passes through them: raw and streaming
+responses, ``parse``, the ``stream`` helper, ``client.post``, Azure, sub-classes, clients made before. Whoever else wraps ``request``, below
+us or above, sees what the app asked for. A wrapper is never taken off while another sits on top of it; without a workflow it only
+calls on.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _PATHS: Final[tuple[tuple[str, Operation], ...]] = (
     ("/completions", "text_completion"),
     ("/responses", "responses"),
 )
-_METHODS: Final = ("request", "_prepare_request", "_process_response", "_send_request")
+_METHODS: Final = ("request", "_build_request", "_prepare_request", "_process_response", "_send_request")
 """Old releases have no ``_send_request``; a redirected call then goes out with what the app put on its HTTP client."""
 _FOREIGN: Final = ("api-key", "x-api-key", "OpenAI-Organization", "OpenAI-Project", "Cookie")
 _ACCEPT_ENCODING: Final = "Accept-Encoding"
@@ -119,11 +121,11 @@ def _request(original: Callable[..., Any]) -> Callable[..., Any]:
         if call is None:
             with _apart(args, kwargs):
                 return original(self, *args, **kwargs)
+        _check(call, args, kwargs)
         while True:
-            sent_args, sent_kwargs = _arguments(call, args, kwargs)
             token = _call.set(call)
             try:
-                return original(self, *sent_args, **sent_kwargs)
+                return original(self, *args, **kwargs)
             except BaseException as error:
                 if not call.failed(error):
                     raise
@@ -139,11 +141,11 @@ def _async_request(original: Callable[..., Any]) -> Callable[..., Any]:
         if call is None:
             with _apart(args, kwargs):
                 return await original(self, *args, **kwargs)
+        _check(call, args, kwargs)
         while True:
-            sent_args, sent_kwargs = _arguments(call, args, kwargs)
             token = _call.set(call)
             try:
-                return await original(self, *sent_args, **sent_kwargs)
+                return await original(self, *args, **kwargs)
             except BaseException as error:
                 if not call.failed(error):
                     raise
@@ -151,6 +153,16 @@ def _async_request(original: Callable[..., Any]) -> Callable[..., Any]:
                 _call.reset(token)
 
     return request
+
+
+def _build_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _build_request(self: Any, options: Any, **kwargs: Any) -> Any:
+        call = _call.get()
+        if call is not None and call.client is self and call.is_changed:
+            options = _changed(call, options)
+        return original(self, options, **kwargs)
+
+    return _build_request
 
 
 def _prepare_request(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,9 +223,11 @@ def _async_send_request(original: Callable[..., Any]) -> Callable[..., Any]:
     return _send_request
 
 
-_SYNC: Final[dict[str, Any]] = dict(zip(_METHODS, (_request, _prepare_request, _process_response, _send_request), strict=True))
+_SYNC: Final[dict[str, Any]] = dict(
+    zip(_METHODS, (_request, _build_request, _prepare_request, _process_response, _send_request), strict=True)
+)
 _ASYNC: Final[dict[str, Any]] = dict(
-    zip(_METHODS, (_async_request, _async_prepare_request, _async_process_response, _async_send_request), strict=True)
+    zip(_METHODS, (_async_request, _build_request, _async_prepare_request, _async_process_response, _async_send_request), strict=True)
 )
 
 
@@ -311,28 +325,31 @@ def _place(url: str, strict: bool) -> Destination:
     return Destination(f"{parts.scheme}://{host}:{port}{parts.path}", host, f"{host}:{port}", strict)
 
 
-def _arguments(call: ClientCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What to call the SDK with. Raises where the call is not to be sent."""
+def _check(call: ClientCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Before the SDK begins. Raises where the call is not to be sent."""
     if call.refusal is not None:
         call.failed(call.refusal)
         raise call.refusal
+    call.options = args[1] if len(args) > 1 else kwargs.get("options")
+
+
+def _changed(call: ClientCall, options: Any) -> Any:
+    """Options of one attempt with what the call sends in place of what the app gave."""
     with guard("client"):
-        return _with_options(call, args, kwargs)
+        return _with_options(call, options)
     call.untouch()
-    return args, kwargs
+    return options
 
 
-def _with_options(call: ClientCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with the call's own options in place of the app's."""
-    options = args[1] if len(args) > 1 else kwargs["options"]
-    call.options = options
-    if not call.is_changed:
-        return args, kwargs
-    call.options = changed = options.model_copy()
-    changed.json_data = dict(call.body)
-    changed.extra_json = None
-    if getattr(options, "content", None) is not None:
-        changed.content = None
+def _with_options(call: ClientCall, options: Any) -> Any:
+    changed = options.model_copy()
+    if call.endpoint is None and options.json_data is not getattr(call.options, "json_data", None):  # its client has reshaped it meanwhile
+        changed.json_data = {**options.json_data, **{field: call.body[field] for field in call.added}}
+    else:
+        changed.json_data = dict(call.body)
+        changed.extra_json = None
+        if getattr(options, "content", None) is not None:
+            changed.content = None
     headers = _given(options.headers)
     if call.endpoint is not None:
         changed.url = call.endpoint.base_url.rstrip("/") + next(suffix for suffix, operation in _PATHS if operation == call.operation)
@@ -340,12 +357,10 @@ def _with_options(call: ClientCall, args: tuple[Any, ...], kwargs: dict[str, Any
         headers = _policy_headers(call, headers)
         _limit_timeout(call, changed)
     streams = call.body.get("stream") or headers.get(_RAW_RESPONSE) == "stream"
-    if call.added and streams and not any(name.lower() == "accept-encoding" for name in headers):
+    if (call.added or not call.keep.everything) and streams and not any(name.lower() == "accept-encoding" for name in headers):
         headers = {**headers, _ACCEPT_ENCODING: "identity"}
     changed.headers = headers
-    if len(args) > 1:
-        return (args[0], changed, *args[2:]), kwargs
-    return args, {**kwargs, "options": changed}
+    return changed
 
 
 def _given(headers: Any) -> dict[str, Any]:
