@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Protocol, Unpack
 
 import msgspec
 
@@ -73,7 +73,7 @@ def fit(
     sampling: dict[str, Any] | None = None,
     output_dir: str | Path | None = None,
     serving: Serving = "auto",
-    engine: Literal["auto", "verl"] = "auto",
+    engine: Literal["auto", "verl", "cluster", "direct-ray"] = "auto",
     **settings: Unpack[SettingsKw],
 ) -> FitResult:
     """Train the model that ``app`` calls, on ``dataset``, so that its reward rises.
@@ -117,6 +117,8 @@ def fit(
     plan = plan_run(ask, report)
     with interruptible(report.warn) as stop, owned(plan.run_dir):
         try:
+            if plan.settings.engine == "cluster":
+                return _run_on_cluster(ask, plan, report, stop.event)
             return _run(ask, plan, report, stop.event)
         except RunInterrupted:
             report.warn(f"stopped; continue with fit(..., output_dir={str(plan.run_dir)!r}, resume=True)")
@@ -132,6 +134,15 @@ _DEFAULTS: dict[str, Any] = {
     "serving": "auto",
     "engine": "auto",
 }
+
+
+class _Done(Protocol):
+    """What the steps of a run came to, whoever took them."""
+
+    @property
+    def last_evaluation(self) -> Evaluation | None: ...
+    @property
+    def counters(self) -> Counters: ...
 
 
 def _run(ask: Ask, plan: RunPlan, report: Report, stop: threading.Event) -> FitResult:
@@ -196,6 +207,13 @@ def _run(ask: Ask, plan: RunPlan, report: Report, stop: threading.Event) -> FitR
     return _result(plan, before, loop, metrics.lines, report)
 
 
+def _run_on_cluster(ask: Ask, plan: RunPlan, report: Report, stop: threading.Event) -> FitResult:
+    from rllm_trainer.cluster.run import run_on_cluster
+
+    done = run_on_cluster(ask, plan, report, stop)
+    return _result(plan, done.before, done, done.lines, report)
+
+
 def _check_template(server: Server, report: Report) -> None:
     """Says where the chat template makes a row of every call."""
     try:
@@ -223,10 +241,10 @@ def _before(plan: RunPlan, evaluator: Evaluator | None, metrics: MetricsLog, rep
     return found
 
 
-def _result(plan: RunPlan, before: Evaluation | None, loop: Loop, lines: list[Line], report: Report) -> FitResult:
-    after = loop.last_evaluation
+def _result(plan: RunPlan, before: Evaluation | None, done: _Done, lines: list[Line], report: Report) -> FitResult:
+    after = done.last_evaluation
     rise = rise_of(before, after, seed=plan.settings.seed) if before is not None and after is not None else None
-    report.trainability(loop.counters)
+    report.trainability(done.counters)
     if after is not None:
         report.evaluation("after", after.sampled.interval, after.greedy.interval if after.greedy else None, after.sampled.failures)
     if rise is not None:
@@ -237,7 +255,7 @@ def _result(plan: RunPlan, before: Evaluation | None, loop: Loop, lines: list[Li
         before=before,
         after=after,
         rise=rise,
-        trainability=loop.counters,
+        trainability=done.counters,
         run_dir=plan.run_dir,
         warnings=report.warnings,
     )

@@ -17,6 +17,7 @@ import msgspec
 
 from rllm_trainer.advantages import rules_of
 from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, new_run_dir, require_same, write_json
+from rllm_trainer.cluster.refusals import ON_RAY, require_cluster, require_elsewhere
 from rllm_trainer.config import SettingRow, Settings, make_settings, table
 from rllm_trainer.correction import require_correction
 from rllm_trainer.engine.memory import free_memory, model_shape, require_memory
@@ -114,15 +115,14 @@ def plan_run(ask: Ask, report: Report) -> RunPlan:
     steps = _steps(tasks, settings, ask.given)
     _check_rows(tasks, eval_tasks, binder, rewards)
     model = resolve_model(ask.model, say=report.note)
-    child_settings(settings, model)  # refuses what the engine cannot honour
-    memory = require_memory(model_shape(model), settings, available=free_memory())
+    memory = _require_engine(settings, ask.given, model)
     run_dir = new_run_dir(ask.output_dir, name=name, resume=ask.resume)
     fingerprint = _fingerprint(tasks, settings, model)
     found = Checkpoints(run_dir, settings.keep).latest() if ask.resume else None
     if found is not None:
         require_same(found[0].fingerprint, fingerprint)
     state = State(steps=steps, fingerprint=fingerprint) if found is None else msgspec.structs.replace(found[0], steps=steps)
-    facts = _facts(ask, name, tasks, eval_tasks, rewards, model, run_dir, state, memory.total)
+    facts = _facts(ask, name, tasks, eval_tasks, rewards, model, run_dir, state, memory)
     plan = RunPlan(
         name=name,
         settings=settings,
@@ -140,6 +140,18 @@ def plan_run(ask: Ask, report: Report) -> RunPlan:
     _say(plan, binder, report)
     write_json(run_dir / SETTINGS_FILE, {"facts": facts, "settings": settings, "given": sorted(ask.given), "versions": versions_here()})
     return plan
+
+
+def _require_engine(settings: Settings, given: Mapping[str, Any], model: Path) -> str:
+    """Refuses what the engine cannot honour; says what memory it is estimated to take here."""
+    require_elsewhere(settings, given)
+    if settings.engine in ON_RAY:
+        require_cluster(settings, given)
+    if settings.engine == "cluster":
+        return "the cluster's"
+    child_settings(settings, model)
+    memory = require_memory(model_shape(model), settings, available=free_memory())
+    return f"{memory.total / 2**30:.1f} GiB at most, by estimate"
 
 
 def limits_of(settings: Settings) -> Limits:
@@ -238,7 +250,7 @@ def _facts(
     model: Path,
     run_dir: Path,
     state: State,
-    memory: int,
+    memory: str,
 ) -> dict[str, str]:
     rows = f"{len(tasks)} rows" if isinstance(tasks, FixedTasks) else "an iterable, drawn as it is needed"
     chosen = f"{model} (the embedded default, {DEFAULT_MODEL}, because model is None)" if ask.model is None else str(model)
@@ -249,7 +261,7 @@ def _facts(
         "reward": rewards.source,
         "model": chosen,
         "steps in all": str(state.steps) if state.steps is not None else "until the rows run out",
-        "memory": f"{memory / 2**30:.1f} GiB at most, by estimate",
+        "memory": memory,
         "run folder": str(run_dir),
     }
 

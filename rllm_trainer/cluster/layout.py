@@ -13,7 +13,7 @@ import msgspec
 __all__ = ["ClusterLayout", "Device", "Mode", "RolloutKind", "Strategy"]
 
 Mode = Literal["sync", "colocate_async", "separate_async"]
-"""verl's trainers: rollouts and updates take turns; rollouts that an update cuts short go on after it; rollouts have devices of their own."""
+"""verl's trainers: rollouts and updates take turns; what an update cuts short goes on after it; rollouts have devices of their own."""
 Strategy = Literal["fsdp", "fsdp2", "megatron"]
 RolloutKind = Literal["auto", "vllm", "sglang", "cpu"]
 Device = Literal["auto", "cpu", "cuda"]

@@ -1,0 +1,16 @@
+"""Ray, each object that is used under its own name and without a type; nothing else of this package imports it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray as _ray
+import ray.exceptions as _exceptions
+import ray.util.scheduling_strategies as _strategies
+
+ray: Any = _ray
+NodeAffinity: Any = _strategies.NodeAffinitySchedulingStrategy
+RayActorError: Any = _exceptions.RayActorError
+RayError: Any = _exceptions.RayError
+RayTaskError: Any = _exceptions.RayTaskError
+GetTimeoutError: Any = _exceptions.GetTimeoutError

@@ -1,0 +1,54 @@
+"""The boundary of the cluster's processes: each object of verl's trainer that is used, under its own name and without a type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensordict as _tensordict
+import torch as _torch
+import transfer_queue as _transfer_queue
+import verl.checkpoint_engine as _checkpoint_engine
+import verl.experimental.separation.engine_workers as _detached
+import verl.single_controller.base.decorator as _decorator
+import verl.trainer.ppo.utils as _ppo_utils
+import verl.trainer.ppo.v1 as _v1
+import verl.trainer.ppo.v1.replay_buffer as _replay_buffer
+import verl.utils.metric as _metric
+import verl.workers.engine_workers as _workers
+import verl.workers.rollout.base as _rollout
+import verl.workers.rollout.replica as _replica
+import verl.workers.rollout.utils as _rollout_utils
+import verl.workers.utils.padding as _padding
+from verl.utils import tensordict_utils as _tensordict_utils
+
+torch: Any = _torch
+dist: Any = _torch.distributed
+tq: Any = _transfer_queue
+tensordict_utils: Any = _tensordict_utils
+
+ActorRolloutRefWorker: Any = _workers.ActorRolloutRefWorker
+AggregationType: Any = _metric.AggregationType
+BaseRollout: Any = _rollout.BaseRollout
+CheckpointEngine: Any = _checkpoint_engine.CheckpointEngine
+CheckpointEngineRegistry: Any = _checkpoint_engine.CheckpointEngineRegistry
+Dataset: Any = _torch.utils.data.Dataset
+DetachActorWorker: Any = _detached.DetachActorWorker
+Dispatch: Any = _decorator.Dispatch
+KVBatchMeta: Any = _transfer_queue.KVBatchMeta
+Metric: Any = _metric.Metric
+PPOTrainerColocateAsync: Any = _v1.PPOTrainerColocateAsync
+PPOTrainerSeparateAsync: Any = _v1.PPOTrainerSeparateAsync
+PPOTrainerSync: Any = _v1.PPOTrainerSync
+ReplayBuffer: Any = _replay_buffer.ReplayBuffer
+ReplayBufferAsync: Any = _replay_buffer.ReplayBufferAsync
+Role: Any = _ppo_utils.Role
+ROLLOUT_CLASSES: Any = _rollout._ROLLOUT_REGISTRY
+RolloutReplica: Any = _replica.RolloutReplica
+RolloutReplicaRegistry: Any = _replica.RolloutReplicaRegistry
+TensorDict: Any = _tensordict.TensorDict
+ensure_async_iterator: Any = _rollout_utils.ensure_async_iterator
+list_of_dict_to_tensordict: Any = _tensordict_utils.list_of_dict_to_tensordict
+no_padding_2_padding: Any = _padding.no_padding_2_padding
+on_ranks: Any = _decorator.make_nd_compute_dataproto_dispatch_fn
+register: Any = _decorator.register
+response_to_nested: Any = _padding.response_to_nested

@@ -1,0 +1,146 @@
+"""A rank of verl's trainer, with what our steps need besides: the learning rate and each row's temperature go with the batch.
+
+verl's worker does everything else. On CPUs the process group is made before verl looks for one: verl would ask for the backend
+``cpu:gloo,cpu:gloo``, which torch refuses.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from rllm_trainer.cluster import _verl_plugins
+from rllm_trainer.cluster._verl_v1_api import (
+    ActorRolloutRefWorker,
+    DetachActorWorker,
+    Dispatch,
+    dist,
+    on_ranks,
+    register,
+    tensordict_utils,
+    torch,
+)
+from rllm_trainer.engine import _verl_state
+from rllm_trainer.engine.tensor_file import write_tensors
+
+__all__ = ["DetachedRankWorker", "RankWorker"]
+
+assert _verl_plugins.NAME  # importing it registers the replica with verl
+
+LR = "rllm_lr"
+TEMPERATURES = "rllm_temperature"
+"""Fields of a batch: the step's learning rate, and (B) each row's temperature."""
+
+
+class _Rank:
+    """Mixed into verl's workers."""
+
+    actor: Any
+    rank: int
+
+    def init_model(self) -> None:
+        _join_group()
+        verls: Any = super()
+        verls.init_model()
+
+    def compute_log_prob(self, data: Any) -> Any:
+        _use_temperatures(data)
+        verls: Any = super()
+        return verls.compute_log_prob(data)
+
+    def compute_ref_log_prob(self, data: Any) -> Any:
+        _use_temperatures(data)
+        verls: Any = super()
+        return verls.compute_ref_log_prob(data)
+
+    def update_actor(self, data: Any) -> Any:
+        _use_temperatures(data)
+        lr = float(tensordict_utils.pop(data, LR))
+        for group in self.actor.engine.optimizer.param_groups:
+            group["lr"] = lr
+        verls: Any = super()
+        return verls.update_actor(data)
+
+    def export_weights(self, path: str) -> dict[str, Any]:
+        """The whole model, adapters merged, as one safetensors file written by the first rank. All ranks gather."""
+        tensors, _ = self.actor.engine.get_per_tensor_param()
+        first = dist.get_rank() == 0
+        kept: dict[str, Any] = {}
+        for name, tensor in tensors:
+            if first:
+                kept[name] = tensor.detach().to("cpu", copy=True)
+        if not first:
+            return {}
+        tied = bool(getattr(self.actor.engine.module.config, "tie_word_embeddings", False))
+        if tied:
+            kept.pop("lm_head.weight", None)
+        digest, size = write_tensors(Path(path), list(_verl_state.raw(kept)), sync=True)
+        return {"digest": digest, "num_bytes": size, "tensors": len(kept)}
+
+
+class RankWorker(_Rank, ActorRolloutRefWorker):
+    """For ``sync`` and ``colocate_async``."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        _Rank.init_model(self)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_weights(self, path: str) -> dict[str, Any]:
+        return _Rank.export_weights(self, path)
+
+    @register(dispatch_mode=on_ranks(mesh_name="actor"))
+    def compute_log_prob(self, data: Any) -> Any:
+        return _Rank.compute_log_prob(self, data)
+
+    @register(dispatch_mode=on_ranks(mesh_name="ref"))
+    def compute_ref_log_prob(self, data: Any) -> Any:
+        return _Rank.compute_ref_log_prob(self, data)
+
+    @register(dispatch_mode=on_ranks(mesh_name="actor"))
+    def update_actor(self, data: Any) -> Any:
+        return _Rank.update_actor(self, data)
+
+
+class DetachedRankWorker(_Rank, DetachActorWorker):
+    """For ``separate_async``: also keeps copies of its weights in host memory."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        _Rank.init_model(self)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_weights(self, path: str) -> dict[str, Any]:
+        return _Rank.export_weights(self, path)
+
+    @register(dispatch_mode=on_ranks(mesh_name="actor"))
+    def compute_log_prob(self, data: Any) -> Any:
+        return _Rank.compute_log_prob(self, data)
+
+    @register(dispatch_mode=on_ranks(mesh_name="ref"))
+    def compute_ref_log_prob(self, data: Any) -> Any:
+        return _Rank.compute_ref_log_prob(self, data)
+
+    @register(dispatch_mode=on_ranks(mesh_name="actor"))
+    def update_actor(self, data: Any) -> Any:
+        return _Rank.update_actor(self, data)
+
+
+def _use_temperatures(data: Any) -> None:
+    """Each row's own temperature, where verl's batch has one for all."""
+    found = tensordict_utils.pop(data, TEMPERATURES, None)
+    if found is not None:
+        flat = found.values() if found.is_nested else found
+        data["temperature"] = flat.to(torch.float32).reshape(-1)
+
+
+def _join_group() -> None:
+    if os.environ.get("VERL_PLATFORM") != "cpu" or dist.is_initialized():
+        return
+    dist.init_process_group(
+        "gloo",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        init_method=os.environ.get("DIST_INIT_METHOD"),
+    )

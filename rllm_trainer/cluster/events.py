@@ -1,0 +1,139 @@
+"""What happens in verl's process in, what the user's process prints out: a small actor between the two, and both its ends.
+
+The head never prints. Its report has the methods of ``Report``; each call is a message, and the user's process plays it back on the
+real one. The other way, the mailbox says whether the run is to be stopped.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rllm_trace.routing import CallSite
+from rllm_trainer.evaluation import Evaluation, Evaluator
+from rllm_trainer.metrics import Line, MetricsLog
+from rllm_trainer.report import Losses, Report
+from rllm_trainer.rollout.attempt import Job
+from rllm_trainer.types import Rollout
+
+__all__ = ["EventReport", "Mailbox", "play", "watch_stop"]
+
+_MOST = 10_000
+_LOOK = 1.0
+
+
+class Mailbox:
+    """An actor: events of the head, in order, until they are taken; and the wish to stop."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[str, tuple[Any, ...]]] = []
+        self._dropped = 0
+        self._stop = False
+
+    async def put(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """One event; beyond ten thousand that nobody takes, they are counted instead."""
+        if len(self._events) >= _MOST:
+            self._dropped += 1
+            return
+        self._events.append((name, arguments))
+
+    async def take(self) -> list[tuple[str, tuple[Any, ...]]]:
+        """All events since the last call."""
+        events, self._events = self._events, []
+        if self._dropped:
+            events.append(("warn", (f"{self._dropped} messages of the cluster were not taken in time and are lost",)))
+            self._dropped = 0
+        return events
+
+    async def stop(self) -> None:
+        """The run is to end at its next step."""
+        self._stop = True
+
+    async def stopped(self) -> bool:
+        return self._stop
+
+
+class EventReport:
+    """The head's report: ``Report``'s methods, as messages, and the run's metrics on file."""
+
+    def __init__(self, mailbox: Any, metrics: MetricsLog) -> None:
+        self._mailbox = mailbox
+        self._metrics = metrics
+
+    @property
+    def lines(self) -> list[Line]:
+        """Every line of metrics."""
+        return self._metrics.lines
+
+    def note(self, sentence: str) -> None:
+        self._send("note", sentence)
+
+    def warn(self, sentence: str) -> None:
+        self._send("warn", sentence)
+
+    def routing(self, sites: Sequence[CallSite]) -> None:
+        self._send("routing", list(sites))
+
+    def hung(self, job: Job, reason: str, stack: str) -> None:
+        self._send("hung", job, reason, stack)
+
+    def step(self, step: int, line: Mapping[str, float], losses: Losses) -> None:
+        """One step: on file, and as a message."""
+        self._send("step", self._metrics.write(step, line), losses)
+
+    def evaluated(self, when: str, found: Evaluation) -> None:
+        """One evaluation."""
+        greedy = found.greedy.interval if found.greedy is not None else None
+        self._send("evaluation", when, found.sampled.interval, greedy, found.sampled.failures)
+
+    def evaluator(self, session: Any) -> Evaluator | None:
+        """Over the run's fixed rows; None where there are none."""
+        if not session.eval_tasks:
+            return None
+        report: Any = self
+        return Evaluator(
+            session.eval_tasks,
+            session.runner,
+            session.route,
+            n=session.settings.eval_n,
+            seed=session.settings.seed,
+            log=session.log,
+            report=report,
+            stop=session.stop,
+        )
+
+    @contextmanager
+    def batch(self, what: str, total: int) -> Generator[Callable[[Rollout], None]]:
+        """As ``Report.batch``; a bar would be drawn too far from its terminal."""
+        yield lambda _: None
+
+    def _send(self, name: str, *arguments: Any) -> None:
+        self._mailbox.put.remote(name, arguments)
+
+
+def play(events: Sequence[tuple[str, tuple[Any, ...]]], report: Report, *, steps: int | None) -> None:
+    """The head's messages on the user's report."""
+    for name, arguments in events:
+        if name == "step":
+            line, losses = arguments
+            report.step(line, losses, steps=steps)
+        else:
+            getattr(report, name)(*arguments)
+
+
+def watch_stop(mailbox: Any, get: Callable[[Any], Any], stop: threading.Event) -> None:
+    """Sets ``stop`` in this process once the mailbox says so; a thread that ends with the process."""
+
+    def look() -> None:
+        while not stop.is_set():
+            try:
+                if get(mailbox.stopped.remote()):
+                    stop.set()
+            except Exception:  # noqa: BLE001 - the user's process is gone, and the run with it
+                stop.set()
+            time.sleep(_LOOK)
+
+    threading.Thread(target=look, name="rllm-stop", daemon=True).start()

@@ -1,0 +1,188 @@
+"""A planned run in, the same run done by verl's trainer on Ray out: this process starts actors, prints what they report, and waits.
+
+It imports Ray, never torch or verl. The app and its rewards go to the workers as Ray carries functions: by name where they can be
+imported there, else by value.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rllm_trainer.checkpoint import require_same, write_json
+from rllm_trainer.cluster.app_worker import AppWorker
+from rllm_trainer.cluster.events import Mailbox, play
+from rllm_trainer.cluster.head import Head, HeadPlan, HeadResult
+from rllm_trainer.cluster.ray_session import device_of, here, on_ray, require_room
+from rllm_trainer.cluster.verl_overrides import Facts, overrides
+from rllm_trainer.exceptions import DatasetError, EngineError, TrainerError
+from rllm_trainer.plan import Ask, RunPlan
+from rllm_trainer.report import Report
+from rllm_trainer.rollout.dataset import Task
+from rllm_trainer.rollout.runner import RunInterrupted
+
+__all__ = ["app_workers", "model_length", "run_on_cluster"]
+
+_FILE = "cluster.json"
+_CONFIG = "verl.yaml"
+_LATEST = "latest_checkpointed_iteration.txt"
+_STARTS = 600.0
+_WAIT = 0.5
+_MOST_LENGTH = 16_384
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
+_CPU_ENVIRONMENT = {
+    "VERL_PLATFORM": "cpu",
+    "VERL_USE_EXTERNAL_MODULES": "rllm_trainer.engine._verl_cpu",
+    "VERL_ENGINE_DEVICE": "cuda",  # verl's FSDP engine is registered for accelerators; on the CPU it is the same class
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+}
+_CUDA_ENVIRONMENT = {
+    "NCCL_DEBUG": "WARN",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true",
+    "VLLM_DISABLE_COMPILE_CACHE": "1",
+    "VLLM_LOGGING_LEVEL": "WARN",
+}
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",  # the model is a folder by now
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFER_QUEUE_ENABLE": "1",
+    "VERL_LOGGING_LEVEL": "WARN",
+}
+
+
+def run_on_cluster(ask: Ask, plan: RunPlan, report: Report, stop: threading.Event) -> HeadResult:
+    """Start, train, and end everything that was started.
+
+    Raises:
+        RunInterrupted: the stop event was set; a checkpoint of the last whole step is there.
+        TrainerError: what ended the run.
+    """
+    settings = plan.settings
+    with ExitStack() as open_:
+        with report.doing("Ray attached to"):
+            ray = open_.enter_context(on_ray(settings.ray, settings.cluster))
+        device = device_of(ray, settings.cluster)
+        require_room(ray, settings.cluster, device)
+        head_plan = _head_plan(plan, device, report)
+        mailbox = ray.remote(Mailbox).options(num_cpus=0, **here(ray)).remote()
+        open_.callback(ray.kill, mailbox)
+        environment = _ENVIRONMENT | (_CPU_ENVIRONMENT if device == "cpu" else _CUDA_ENVIRONMENT)
+        head = ray.remote(Head).options(num_cpus=1, runtime_env={"env_vars": environment}, **here(ray)).remote(mailbox)
+        open_.callback(ray.kill, head)
+        with report.doing("verl's configuration composed"):
+            (plan.run_dir / _CONFIG).write_text(_got(ray, head.check.remote(head_plan), _STARTS))
+        workers = app_workers(ray, ask.app, plan.rewards, settings.cluster, settings.concurrency)
+        for worker in workers:
+            open_.callback(ray.kill, worker)
+        result = _waited(ray, head.run.remote(head_plan, workers), mailbox, report, stop, steps=head_plan.facts.steps)
+    _complete(plan.model, plan.run_dir / "model")
+    if result.stopped:
+        raise RunInterrupted
+    return result
+
+
+def app_workers(ray: Any, app: Any, rewards: Any, layout: Any, concurrency: int) -> list[Any]:
+    """Actors that run the app, spread over the cluster's nodes."""
+    nodes = sum(bool(node["Alive"]) for node in ray.nodes())
+    count = layout.app_workers or nodes
+    actor = ray.remote(AppWorker).options(
+        num_cpus=layout.app_cpus, max_concurrency=concurrency + 64, max_restarts=-1, scheduling_strategy="SPREAD"
+    )
+    return [actor.remote(app, rewards, "") for _ in range(count)]
+
+
+def model_length(model: Path, asked: int | None) -> int:
+    """Most tokens of prompt and reply together."""
+    described = msgspec.json.decode((model / "config.json").read_bytes())
+    most = int(described.get("text_config", described).get("max_position_embeddings", _MOST_LENGTH))
+    return min(most, _MOST_LENGTH) if asked is None else min(asked, most)
+
+
+def _head_plan(plan: RunPlan, device: str, report: Report) -> HeadPlan:
+    batches = _batches(plan, report)
+    settings = msgspec.structs.replace(plan.settings, batch_tasks=len(batches[0]))
+    asked = settings.cluster.rollout
+    facts = Facts(
+        model=str(plan.model),
+        run_dir=str(plan.run_dir),
+        steps=len(batches),
+        device=device,
+        rollout=asked if asked != "auto" else ("vllm" if device == "cuda" else "cpu"),
+        resume=plan.resumed,
+        max_model_len=model_length(plan.model, settings.max_model_len),
+    )
+    done = _done(plan)
+    path = plan.run_dir / _FILE
+    fingerprint = {**plan.state.fingerprint, "ranks": settings.cluster.ranks, "strategy": settings.cluster.strategy}
+    if plan.resumed and path.exists():
+        require_same(msgspec.json.decode(path.read_bytes()), fingerprint)
+    write_json(path, fingerprint)
+    return HeadPlan(
+        settings=settings,
+        facts=facts,
+        order=[task for batch in batches for task in batch],
+        eval_tasks=plan.eval_tasks,
+        overrides=overrides(settings, facts),
+        done=done,
+    )
+
+
+def _batches(plan: RunPlan, report: Report) -> list[list[Task]]:
+    """Every batch of the run: verl draws from a list that is as long as the run."""
+    batches = list(islice(plan.batches(), plan.state.steps))
+    whole = [batch for batch in batches if len(batch) == len(batches[0])]
+    if not whole:
+        raise DatasetError("there is no row to train on; expected at least one")
+    if len(whole) < len(batches):
+        report.warn(f"{len(batches) - len(whole)} batches at the end have fewer rows than the others, and are left out")
+    return whole
+
+
+def _done(plan: RunPlan) -> int:
+    latest = plan.run_dir / "checkpoints" / _LATEST
+    return int(latest.read_text()) if plan.resumed and latest.exists() else 0
+
+
+def _waited(ray: Any, reference: Any, mailbox: Any, report: Report, stop: threading.Event, *, steps: int) -> HeadResult:
+    told = False
+    while True:
+        ready, _ = ray.wait([reference], timeout=_WAIT)
+        play(ray.get(mailbox.take.remote()), report, steps=steps)
+        if ready:
+            play(ray.get(mailbox.take.remote()), report, steps=steps)
+            return _got(ray, reference, None)
+        if stop.is_set() and not told:
+            told = True
+            mailbox.stop.remote()
+
+
+def _got(ray: Any, reference: Any, timeout: float | None) -> Any:
+    """What the head answered. Raises the error of ours that ended it, or an ``EngineError`` with its words."""
+    from rllm_trainer.cluster._ray_api import RayError
+
+    try:
+        return ray.get(reference, timeout=timeout)
+    except RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, (TrainerError, RunInterrupted)):
+            raise cause from error
+        raise EngineError(f"verl's trainer on Ray ended: {_words(cause or error)}; Ray's logs have the whole of it") from error
+
+
+def _words(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {' | '.join(lines[-12:])}"
+
+
+def _complete(model: Path, target: Path) -> None:
+    """Config and tokenizer beside the weights that the head has written."""
+    for file in model.iterdir():
+        if file.is_file() and not file.name.endswith(_WEIGHTS) and not (target / file.name).exists():
+            shutil.copyfile(file, target / file.name)
