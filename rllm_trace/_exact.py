@@ -104,16 +104,21 @@ _GRAMMARS: Final = (
 
 def constraint(body: Mapping[str, Any]) -> str | None:
     """What in a request forces the reply into a grammar: ``"tool_choice required"``, ``"tool_choice named"``,
-    ``"response_format json_schema"``, ``"structured_outputs"`` ...; None if nothing does."""
+    ``"response_format json_schema"``, ``"text.format json_schema"``, ``"structured_outputs"`` ...; None if nothing does."""
     choice = tool_choice_constraint(body)
     if choice is not None:
         return choice
-    response_format = body.get("response_format")
-    if isinstance(response_format, Mapping):
-        kind = cast("Mapping[str, Any]", response_format).get("type")
+    for name, wanted in (("response_format", body.get("response_format")), ("text.format", _text_format(body))):
+        kind = cast("Mapping[str, Any]", wanted).get("type") if isinstance(wanted, Mapping) else None
         if isinstance(kind, str) and kind != "text":
-            return f"response_format {kind}"
+            return f"{name} {kind}"
     return next((field for field in _GRAMMARS if body.get(field)), None)
+
+
+def _text_format(body: Mapping[str, Any]) -> Any:
+    """The Responses API's name of ``response_format``."""
+    text = body.get("text")
+    return cast("Mapping[str, Any]", text).get("format") if isinstance(text, Mapping) else None
 
 
 def tool_choice_constraint(body: Mapping[str, Any]) -> str | None:

@@ -14,12 +14,15 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextvars import ContextVar
-from typing import Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 import msgspec
 
 from rllm_trace._exact import constraint, tool_choice_constraint
 from rllm_trace.exceptions import CallRefusedError
+
+if TYPE_CHECKING:
+    from rllm_trace._calls import Operation
 
 __all__ = ["CallSite", "CallSites", "Constrained", "Endpoint", "Route", "call_seed", "current_route", "use_route"]
 
@@ -32,6 +35,10 @@ _MAX_VALUES: Final = 64
 
 _LENGTH_FIELDS: Final = ("max_tokens", "max_completion_tokens")
 """Two names of one limit: overriding either removes the other."""
+_RESPONSES_LENGTH: Final = "max_output_tokens"
+"""Its name in the Responses API, which has only this one."""
+_KEPT_BY_PROVIDER: Final = ("previous_response_id", "conversation", "prompt", "background")
+"""Fields of the Responses API that mean something which the app's own provider keeps."""
 
 _KEPT_HEADERS: Final = frozenset(
     {
@@ -184,14 +191,16 @@ def redirects(route: Route, scope: Any, requested_model: str) -> bool:
     return route.replaces is None or requested_model in route.replaces
 
 
-def reshaped(body: Mapping[str, Any], route: Route, model: str, seed: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def reshaped(
+    body: Mapping[str, Any], route: Route, model: str, seed: int | None, operation: Operation = "chat"
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The body to send to the policy, and the app's own value (None: absent) of each field that was changed.
 
-    Raises ``CallRefusedError`` for a constrained call under ``constrained="refuse"``.
+    Raises ``CallRefusedError`` for a constrained call under ``constrained="refuse"``, and for one that only the app's provider can answer.
     """
-    changes: dict[str, Any] = {"model": model, **route.sampling}
-    if set(_LENGTH_FIELDS) & set(route.sampling):
-        changes = {**dict.fromkeys(_LENGTH_FIELDS), **changes}
+    changes: dict[str, Any] = {"model": model, **_overrides(route.sampling, operation)}
+    if operation == "responses":
+        _require_whole({**body, **changes})
     if seed is not None and body.get("seed") is None:
         changes.setdefault("seed", seed)
     forced = constraint({**body, **changes})
@@ -204,6 +213,26 @@ def reshaped(body: Mapping[str, Any], route: Route, model: str, seed: int | None
         changes["tool_choice"] = "auto"
     sent = {field: value for field, value in {**body, **changes}.items() if value is not None or field not in changes}
     return sent, {field: body.get(field) for field, value in changes.items() if body.get(field) != value}
+
+
+def _overrides(sampling: Mapping[str, Any], operation: Operation) -> dict[str, Any]:
+    """``sampling`` in the words of the operation; a limit on the length takes the place of whatever limit the app gives."""
+    lengths = [sampling[name] for name in (*_LENGTH_FIELDS, _RESPONSES_LENGTH) if name in sampling]
+    if operation != "responses":
+        return {**dict.fromkeys(_LENGTH_FIELDS), **sampling} if lengths else dict(sampling)
+    others = {name: value for name, value in sampling.items() if name not in _LENGTH_FIELDS}
+    return {**others, _RESPONSES_LENGTH: lengths[0]} if lengths else others
+
+
+def _require_whole(body: Mapping[str, Any]) -> None:
+    """Refuses a call to ``responses`` that is not all there: the rest of it is at the app's provider, where the policy cannot read it."""
+    needed = next((name for name in _KEPT_BY_PROVIDER if body.get(name)), None)
+    if needed is not None:
+        raise CallRefusedError(
+            f"responses.create with {needed} cannot be sent to the policy: it needs what the app's own provider keeps, and the policy's "
+            "server keeps nothing from call to call. Send the whole conversation as input (the items of response.output included), limit "
+            "fit(replaces=[...]) to other models, or put the call under rllm.no_train."
+        )
 
 
 def settings_of(body: Mapping[str, Any], sent: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,6 +100,8 @@ def ask(body: Mapping[str, Any], operation: Operation, refused: frozenset[str], 
         if not known.get("include_usage"):
             sent[_STREAM_OPTIONS] = {**known, "include_usage": True}
             added[_STREAM_OPTIONS] = options
+    if operation == "responses":
+        return Asking(sent, added, Keep(ids=not policy, logprobs=True, versions=not policy))
     keep = Keep(
         ids="return_token_ids" not in added, logprobs="logprobs" not in added, usage_chunk=_STREAM_OPTIONS not in added, versions=not policy
     )

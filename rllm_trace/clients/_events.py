@@ -95,6 +95,10 @@ class EventReader:
         self._catch_up()
         return self._gathered.reply()
 
+    def is_whole(self, expected: int) -> bool:
+        """``expected`` choices are there, each with its finish reason: nothing is to come but the usage and the end."""
+        return self.finished and len(self.reply().choices) >= expected
+
     def _is_simple(self, chunk: bytes) -> bool:
         """Whole events, and none of them says that something is over."""
         return chunk[-2:] == b"\n\n" and chunk.rfind(_UNFINISHED, _NEAR_END) >= 0

@@ -44,8 +44,8 @@ class Onlooker:
         if events.done:
             call.stream_over(events.reply(), True, None, exhausted=False)
             self.holds = False
-        elif events.finished and call.endpoint is not None:
-            self.holds = call.is_whole(events.reply())
+        elif call.endpoint is not None:
+            self.holds = events.is_whole(call.expected)
         return seen
 
     def flush(self) -> bytes:

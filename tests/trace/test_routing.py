@@ -353,17 +353,6 @@ def test_only_replaced_models_are_redirected(policy: ScriptedServer, recording: 
     ]
 
 
-def test_responses_are_refused_with_a_sentence(policy: ScriptedServer, recording: Any) -> None:
-    """A redirected ``responses`` call raises what to do instead, is a failed call, and sends nothing."""
-    client = foreign_client()
-    call = recording.call(lambda: client.responses.create(model="gpt-4o-mini", input="hi"), route=route_to(policy))
-    assert isinstance(recording.error, CallRefusedError)
-    assert "responses.create cannot be sent to the policy" in str(recording.error)
-    assert call.error is not None
-    assert call.error.type == "rllm_trace.exceptions.CallRefusedError"
-    assert policy.log == []
-
-
 def test_a_refusal_of_the_policy_is_the_apps_error(recording: Any) -> None:
     """A policy that will not give ids fails the call at once; nothing is replayed."""
     with ScriptedServer(refuses={"return_token_ids": (400, "unknown field return_token_ids")}, api_key="policy-key") as server:
