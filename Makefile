@@ -7,7 +7,7 @@ WORKERS ?= 2
 DEMO := examples/smolagents_stock
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-seeds demo-control test test-openai3 test-cluster check format wheel clean
+.PHONY: help setup demo demo-seeds demo-control test test-openai3 test-peers test-cluster test-faults test-all test-shard check format wheel clean
 
 help:  ## Say what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -30,7 +30,7 @@ demo-control: setup  ## The demo with lr=0: its interval must contain 0
 	@$(BIN)/python $(DEMO)/check.py runs/demo-control --control
 
 test: setup test-openai3  ## Run the test suite, and the client's part of it on openai 3.x too
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not vllm and not cluster" tests
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not vllm and not cluster and not peer and not faults" tests
 
 # Strands holds the main environment at openai 2.x (httpx); 3.x speaks through httpx2.
 OPENAI3 := .venv-openai3
@@ -44,8 +44,23 @@ $(OPENAI3)/.done: pyproject.toml | setup
 test-openai3: $(OPENAI3)/.done  ## Run the client's tests on openai 3.x, in an environment of its own
 	@$(OPENAI3)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(CLIENT_TESTS)
 
+PEERS := .venv-peers
+
+test-peers: setup  ## Run tests/peers beside each other instrumentation of the OpenAI client (PEER=name: that one), each in an environment of its own
+	@$(BIN)/python tools/peers.py $(PEERS) $(PEER)
+
 test-cluster: setup  ## Run the tests that start Ray
 	@$(BIN)/python -m pytest -m cluster tests
+
+test-faults: setup  ## Run the tests that kill, fill or hang parts of real runs
+	@$(BIN)/python -m pytest -m faults tests/faults
+
+# One of these is run by .ci/run after the suite, in turn; a shard that cannot install what it needs fails.
+SHARDS := faults peers cluster
+
+test-all: test $(addprefix test-,$(SHARDS))  ## Run the suite and every slow shard
+
+test-shard: test-$(word $(shell expr $$(git rev-list --count HEAD) % $(words $(SHARDS)) + 1),$(SHARDS))  ## Run the slow shard whose turn it is, by the number of commits
 
 check: setup  ## Format, lint, types and import contracts
 	@$(BIN)/ruff format --check .
@@ -63,4 +78,4 @@ wheel: setup  ## Build the wheel, through the source distribution, into dist/
 	@$(BIN)/python -m build --outdir dist .
 
 clean:  ## Remove .venv, builds and caches; runs/ stays
-	rm -rf $(VENV) $(OPENAI3) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(OPENAI3) $(PEERS) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,153 @@
+"""A run that is killed, or whose disk is full: it ends with the cause, leaves nothing running, and goes on as if nothing had been."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.faults
+
+SCRIPT = Path(__file__).with_name("run.py")
+
+
+def start(folder, *options, prefix=(), **env):
+    command = [*prefix, sys.executable, str(SCRIPT), str(folder / "run"), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | env, check=False)
+
+
+def result_of(process):
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def assert_nothing_is_left(folder):
+    """Every process that the run had started ends within seconds of it."""
+    pids = json.loads((folder / "children.json").read_text())
+    assert set(pids) == {"server", "engine"}
+    ends_at = time.monotonic() + 30
+    left = dict(pids)
+    while left and time.monotonic() < ends_at:
+        left = {kind: pid for kind, pid in left.items() if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE}
+        time.sleep(0.05)
+    assert left == {}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What three steps come to when nothing happens."""
+    return result_of(start(tmp_path_factory.mktemp("whole")))
+
+
+def goes_on_to_the_same(folder, whole, *, since):
+    """A resumed run takes the steps that were left, on the same rows and the same optimizer state, to the same weights."""
+    resumed = result_of(start(folder, "--resume"))
+    assert resumed["weights"] == whole["weights"]
+    assert [step for step, *_ in resumed["steps"]] == [1, 2, 3]
+    assert resumed["steps"][since:] == whole["steps"][since:]
+
+
+def test_a_killed_server_ends_the_run_with_its_last_words(tmp_path, whole):
+    """In the second step the server is killed: the error says so and names its log, and a resumed run is the same run."""
+    broken = start(tmp_path, "--do", "server", "--at", "9")
+    assert broken.returncode == 1
+    assert (
+        "ServerError: the local server has ended" in broken.stderr or "ServerError: the local server was killed by SIGKILL" in broken.stderr
+    )
+    assert "server.log" in broken.stderr
+    assert_nothing_is_left(tmp_path)
+    goes_on_to_the_same(tmp_path, whole, since=1)
+
+
+def test_a_killed_engine_ends_the_run_with_its_last_words(tmp_path, whole):
+    """The same for the process that updates the weights."""
+    broken = start(tmp_path, "--do", "engine", "--at", "9")
+    assert broken.returncode == 1
+    assert "killed by SIGKILL" in broken.stderr
+    assert "engine.log" in broken.stderr
+    assert_nothing_is_left(tmp_path)
+    goes_on_to_the_same(tmp_path, whole, since=1)
+
+
+def test_a_killed_trainer_leaves_nothing_and_goes_on(tmp_path, whole):
+    """kill -9 in the middle of the second step's rollouts."""
+    assert start(tmp_path, "--do", "self", "--at", "9").returncode == -signal.SIGKILL
+    assert_nothing_is_left(tmp_path)
+    goes_on_to_the_same(tmp_path, whole, since=1)
+
+
+def test_a_trainer_that_is_killed_in_a_checkpoint_goes_on_from_the_one_before(tmp_path, whole):
+    """The second checkpoint is complete and not yet named: it does not count, and the second step is taken again."""
+    assert start(tmp_path, "--save", "2").returncode == -signal.SIGKILL
+    assert_nothing_is_left(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [".step-000002.tmp", "step-000001"]
+    goes_on_to_the_same(tmp_path, whole, since=1)
+
+
+def test_sigterm_ends_at_a_whole_step(tmp_path, whole):
+    """SIGTERM in the second step: the process ends by it, what a resume needs is on file."""
+    ended = start(tmp_path, "--do", "term", "--at", "9")
+    assert ended.returncode == -signal.SIGTERM
+    assert "resume=True" in ended.stderr
+    assert_nothing_is_left(tmp_path)
+    goes_on_to_the_same(tmp_path, whole, since=1)
+
+
+def test_a_hung_app_costs_its_rollout_and_no_more(tmp_path):
+    """One run of the app hangs: it is given up at its deadline, its stack is shown, and the other seventeen are trained."""
+    ended = result_of(start(tmp_path, "--do", "hang", "--at", "9"))
+    assert [step for step, *_ in ended["steps"]] == [1, 2, 3]
+    (warning,) = [w for w in ended["warnings"] if "was given up" in w]
+    assert "rollout_timeout=20" in warning
+    assert "threading.Event().wait(600)" in warning
+
+
+def test_a_full_disk_ends_the_run_and_says_so(tmp_path, whole):
+    """The run folder is a file system that has no room for the second checkpoint; with more room the run goes on."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    run = f"{sys.executable} {SCRIPT} {folder}/run; code=$?; cp -r {folder}/. {tmp_path}/kept; exit $code"
+    mounted = f"mount -t tmpfs -o size=6m tmpfs {folder} && {run}"
+    full = subprocess.run(
+        ["unshare", "--mount", "--map-root-user", "sh", "-c", mounted], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert full.returncode == 1, full.stderr[-2000:]
+    assert "No space left on device" in full.stderr
+    assert_nothing_is_left(tmp_path / "kept")
+
+
+def test_two_trainers_on_one_folder(tmp_path):
+    """The second one is refused, with the reason, and the first one ends as if alone."""
+    folder = tmp_path / "run"
+    first = subprocess.Popen([sys.executable, str(SCRIPT), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with first:
+        ends_at = time.monotonic() + 120
+        while not (tmp_path / "children.json").exists():
+            assert first.poll() is None
+            assert time.monotonic() < ends_at
+            time.sleep(0.05)
+        second = start(tmp_path, "--resume")
+        assert second.returncode == 1
+        assert f"another run is writing to {folder}" in second.stderr
+        out, err = first.communicate(timeout=240)
+    assert first.returncode == 0, err[-2000:]
+    assert [step for step, *_ in json.loads(out.splitlines()[-1])["steps"]] == [1, 2, 3]
+
+
+def test_a_proxy_in_the_environment_is_passed_by(tmp_path, whole):
+    """With http_proxy naming a port where nobody listens, the run is the same run."""
+    ended = result_of(start(tmp_path, http_proxy="http://127.0.0.1:9", HTTP_PROXY="http://127.0.0.1:9", ALL_PROXY="http://127.0.0.1:9"))
+    assert ended["weights"] == whole["weights"]
+
+
+def test_a_run_that_is_ahead_goes_on_after_a_kill(tmp_path):
+    """Killed with groups begun for later steps, a run with staleness 1 takes all its steps, each group trained once."""
+    assert start(tmp_path, "--staleness", "1", "--do", "self", "--at", "14").returncode == -signal.SIGKILL
+    assert_nothing_is_left(tmp_path)
+    ended = result_of(start(tmp_path, "--staleness", "1", "--resume"))
+    assert [step for step, *_ in ended["steps"]] == [1, 2, 3]
