@@ -12,20 +12,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rllm_trainer._evaluate import EvaluateResult, evaluate
     from rllm_trainer._fit import FitResult, fit
+    from rllm_trainer._replay import ReplayResult, replay
     from rllm_trainer.evaluation import Evaluation, Rise, Scores
     from rllm_trainer.exceptions import TrainerError
 
-__all__ = ["EvaluateResult", "Evaluation", "FitResult", "Rise", "Scores", "TrainerError", "evaluate", "fit"]
+__all__ = ["EvaluateResult", "Evaluation", "FitResult", "ReplayResult", "Rise", "Scores", "TrainerError", "evaluate", "fit", "replay"]
 
 _HOMES = {
     "EvaluateResult": "rllm_trainer._evaluate",
     "Evaluation": "rllm_trainer.evaluation",
     "FitResult": "rllm_trainer._fit",
+    "ReplayResult": "rllm_trainer._replay",
     "Rise": "rllm_trainer.evaluation",
     "Scores": "rllm_trainer.evaluation",
     "TrainerError": "rllm_trainer.exceptions",
     "evaluate": "rllm_trainer._evaluate",
     "fit": "rllm_trainer._fit",
+    "replay": "rllm_trainer._replay",
 }
 
 

@@ -1,7 +1,8 @@
-"""A command line in, a call of ``fit`` or ``evaluate`` out.
+"""A command line in, a call of ``fit``, ``evaluate`` or ``replay`` out.
 
     rllm train app.py:answer --data rows.jsonl --eval held_out.jsonl --reward app.py:right --set lr=2e-5 --set steps=20
     rllm evaluate app:answer --data held_out.jsonl --model runs/answer/model
+    rllm replay runs/store --model Qwen/Qwen3-0.6B --reward app.py:right --set lr=2e-5
     rllm settings
     rllm gateway --upstream http://127.0.0.1:8000/v1 --store runs/store
 
@@ -68,13 +69,19 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--data", required=True, help="rows: .jsonl, .json or .parquet, or file.py:name of a list or iterable")
         command.add_argument("--model", help="a Hugging Face folder or name")
         command.add_argument("--reward", action="append", help="file.py:name; may be given more than once")
-        command.add_argument("--output", help="the run folder")
-        command.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting; the value is JSON or text")
+        _add_run(command, resumes=name == "train")
         if name == "train":
             command.add_argument("--eval", help="held-out rows, as --data")
-            command.add_argument("--resume", action="store_true", help="continue the run in --output")
         else:
             command.add_argument("--n", type=int, default=1, help="sampled rollouts of each row")
+    what = "train on stored episodes; no app runs"
+    replaying = commands.add_parser("replay", help=what, description=what)
+    replaying.set_defaults(run=_replay)
+    replaying.add_argument("store", help="a store's folder, the run folder of a training, or a .jsonl file of episodes")
+    replaying.add_argument("--model", required=True, help="a Hugging Face folder or name; best the one that made the episodes")
+    replaying.add_argument("--data", help="the rows that the episodes were recorded on, for rewards that need their columns")
+    replaying.add_argument("--reward", action="append", help="file.py:name, to score anew; may be given more than once")
+    _add_run(replaying)
     settings = commands.add_parser("settings", help="list every setting with its default")
     settings.set_defaults(run=_settings)
     what = "record the calls of apps in any language: an OpenAI-compatible and Anthropic-Messages reverse proxy"
@@ -82,6 +89,14 @@ def _parser() -> argparse.ArgumentParser:
     gateway_command.add_arguments(gateway)
     gateway.set_defaults(run=gateway_command.run)
     return parser
+
+
+def _add_run(command: argparse.ArgumentParser, *, resumes: bool = True) -> None:
+    """What every command that makes a run folder takes."""
+    command.add_argument("--output", help="the run folder")
+    command.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting; the value is JSON or text")
+    if resumes:
+        command.add_argument("--resume", action="store_true", help="continue the run in --output")
 
 
 def _train(asked: argparse.Namespace) -> None:
@@ -110,6 +125,20 @@ def _evaluate(asked: argparse.Namespace) -> None:
         n=asked.n,
         output_dir=asked.output,
         **cast("Any", _values(asked.set)),
+    )
+
+
+def _replay(asked: argparse.Namespace) -> None:
+    from rllm_trainer import replay
+
+    resume: dict[str, Any] = {"resume": True} if asked.resume else {}
+    replay(
+        asked.store,
+        asked.model,
+        reward=_rewards(asked.reward),
+        dataset=None if asked.data is None else _data(asked.data),
+        output_dir=asked.output,
+        **cast("Any", _values(asked.set) | resume),
     )
 
 

@@ -22,7 +22,7 @@ from rllm_trainer.rollout.runner import RunInterrupted
 from rllm_trainer.serving.base import Capabilities, Continues, Server
 from rllm_trainer.serving.replicas import Replicas
 
-__all__ = ["route_to", "running", "serving", "start_engine", "start_server"]
+__all__ = ["route_to", "running", "serving", "start_engine", "start_server", "training"]
 
 _POLL = 0.2
 _STARTS_WITHIN = 300.0
@@ -52,6 +52,17 @@ def running(settings: Settings, model: Path, run_dir: Path, stop: threading.Even
         yield engine.result(), server.result()
     finally:
         _close(server)
+        _close(engine)
+
+
+@contextmanager
+def training(settings: Settings, model: Path, run_dir: Path, stop: threading.Event) -> Generator[TrainingEngine]:
+    """An engine alone."""
+    engine = _started("engine", lambda: start_engine(settings, model, run_dir))
+    try:
+        _wait([engine], stop)
+        yield engine.result()
+    finally:
         _close(engine)
 
 
