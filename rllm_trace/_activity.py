@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol, cast
 
 from rllm_trace._context import Scope, enter, leave
-from rllm_trace._guard import counters, guard
+from rllm_trace._guard import counters
 from rllm_trace._plain import from_plain, to_plain
 
 __all__ = ["UNTOUCHED", "Activity", "Kind", "arguments", "snapshot"]
@@ -22,7 +22,6 @@ _WITHHELD: Final = "[withheld]"
 _SECRET_NAME: Final = re.compile(
     r"(^|[_-])(password|passwd|secret|authorization|(api|private)[_-]?key|(access|auth)[_-]?token)$", re.IGNORECASE
 )
-_MAX_BYTES: Final = 2**20
 _ATOMS: Final = frozenset({str, int, float, bool, bytes, type(None)})
 
 
@@ -92,11 +91,6 @@ def snapshot(value: Any) -> Any:
     """A copy that later changes of ``value`` do not reach. Objects become plain data, or their repr, large arrays only say so."""
     if type(value) in _ATOMS:
         return value
-    size: Any = None
-    with guard("snapshot"):
-        size = getattr(value, "nbytes", None)
-    if type(size) is int and size > _MAX_BYTES:
-        return f"<{type(value).__name__} of {size} bytes, too large to record>"
     return from_plain(to_plain(value))
 
 

@@ -4,7 +4,7 @@
 Decimal, nested in any way. Other objects become what describes them best (a dataclass, Struct or pydantic model its fields, an array
 its list, an enum its value, the rest its repr) and come back as that. A value that JSON cannot spell is a tagged object
 ``{"$": kind, "v": ...}``; a dict that has a ``$`` key of its own is tagged too, so nothing is mistaken for a tag.
-Never raises for a value, however odd; cycles and very large graphs are cut and say so.
+Never raises for a value, however odd; cycles, large arrays and very large graphs are cut and say so.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _INT_MAX: Final = 2**64 - 1
 _MAX_NODES: Final = 2_000_000
 _MAX_DEPTH: Final = 100
 _MAX_REPR: Final = 2_000
+_MAX_ARRAY: Final = 2**20
+"""Bytes of an array that is made a list of."""
 
 _TEXT: Final[dict[type, tuple[str, Callable[[Any], str]]]] = {
     datetime.datetime: ("datetime", datetime.datetime.isoformat),
@@ -111,7 +113,9 @@ class _Walk:
         self._inside.add(id(value))
         try:
             return self._open(value)
-        except Exception as error:  # noqa: BLE001 - a user's __iter__, model_dump or repr may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a user's __iter__, model_dump or repr, which only we call, may raise anything
             return _tagged("object", f"<{type(value).__qualname__}, unreadable: {type(error).__name__}>")
         finally:
             self._inside.discard(id(value))
@@ -140,6 +144,9 @@ class _Walk:
             return self.plain(value.value)
         if isinstance(value, os.PathLike):
             return self.plain(os.fspath(cast("os.PathLike[str]", value)))
+        size = getattr(value, "nbytes", None)
+        if type(size) is int and size > _MAX_ARRAY:
+            return _tagged("object", f"<{type(value).__qualname__} of {size} bytes, too large to record>")
         for method in ("model_dump", "tolist"):
             convert = getattr(value, method, None)
             if callable(convert) and not isinstance(value, type):
