@@ -17,6 +17,7 @@ import msgspec
 from rllm_trace.routing import CallSites
 from rllm_trainer.checkpoint import Checkpoints, export_model, owned, write_json
 from rllm_trainer.config import SettingsKw
+from rllm_trainer.credit_log import CreditLog
 from rllm_trainer.evaluation import Evaluation, Evaluator, Rise, rise_of
 from rllm_trainer.exceptions import ServerError
 from rllm_trainer.interrupts import interruptible
@@ -198,6 +199,7 @@ def _run(ask: Ask, plan: RunPlan, report: Report, stop: threading.Event) -> FitR
             checkpoints=checkpoints,
             report=report,
             stop=stop,
+            credit=CreditLog(run_dir, resume_after=plan.state.step if plan.resumed else None),
         )
         loop = Loop(parts, plan.state)
         loop.run()

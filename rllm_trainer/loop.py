@@ -22,6 +22,7 @@ from rllm_trace.routing import CallSites
 from rllm_trainer.checkpoint import Checkpoints
 from rllm_trainer.config import Settings
 from rllm_trainer.correction import WIDE_GAP
+from rllm_trainer.credit_log import CreditLog
 from rllm_trainer.engine.base import Engine
 from rllm_trainer.evaluation import Evaluation, Evaluator
 from rllm_trainer.exceptions import RunStopped
@@ -82,6 +83,8 @@ class Parts:
     checkpoints: Checkpoints
     report: Report
     stop: threading.Event
+    credit: CreditLog | None = None
+    """None: what gave replies their advantages is not put on file."""
 
 
 class Loop:
@@ -146,6 +149,8 @@ class Loop:
             trusted=self._parts.server is not None,
         )
         batch = prepared.batch
+        if self._parts.credit is not None:
+            self._parts.credit.write(step, batch)
         line |= prepared.credit.measures() | prepared.correction | batch_measures(batch)
         if self._learns(batch):
             line |= self._learn(step, batch)
