@@ -290,3 +290,70 @@ def test_estimators_are_verls(process: VerlEngine, name: str) -> None:
         given["batch"] = {"prompts": torch.zeros(8, 0), "attention_mask": mask.long()}
     expected, _ = core_algos.get_adv_estimator_fn(name)(**given)
     np.testing.assert_array_equal(found, expected[mask].numpy())
+
+
+def solver_and_judge(name: str, solver: float, judge: float) -> Any:
+    """An episode in which each role has a reward of its own."""
+    return make_episode(
+        agents=[
+            agent(f"{name}-s", "solver", [make_call(f"{name}-c1", [1, 2], [5])], solver),
+            agent(f"{name}-j", "judge", [make_call(f"{name}-c2", [3, 4], [6, 7])], judge),
+        ],
+        episode_id=name,
+        task_id="t",
+    )
+
+
+def test_a_rule_for_each_role_is_a_setting(process: VerlEngine) -> None:
+    """The solver is compared with its group; the judge's scores are whitened over the batch; a role without a rule is refused."""
+    group = Group(task_id="t", rollouts=[rollout(solver_and_judge(n, s, j), None) for n, s, j in [("a", 1.0, 3.0), ("b", 0.0, 1.0)]])
+    rows = credited(process, [group], algorithm={"solver": "rloo", "judge": "reinforce_plus_plus"})
+    assert trained(rows) == [[1.0], [0.866, 0.866], [-1.0], [-0.866, -0.866]]
+    assert [row.credit[0].rule for row in rows] == ["rloo", "reinforce_plus_plus"] * 2
+    with pytest.raises(SettingError, match="no rule for role 'judge'"):
+        credited(process, [group], algorithm={"solver": "rloo"})
+
+
+def test_leave_one_out_across_roles(process: VerlEngine) -> None:
+    """group_by="task": the baseline of each of four units is the mean of the other three, whatever their role."""
+    group = Group(task_id="t", rollouts=[rollout(solver_and_judge(n, s, j), None) for n, s, j in [("a", 1.0, 3.0), ("b", 0.0, 2.0)]])
+    rows = credited(process, [group], algorithm="rloo", group_by="task")
+    assert trained(rows) == [[-0.667], [2.0, 2.0], [-2.0], [0.667, 0.667]]
+    assert rows.counters.groups_of_several_roles == 1
+    assert credited(process, [group], algorithm="rloo").counters.groups_of_several_roles == 0
+
+
+def two_turns(name: str, first: float, last: float) -> Any:
+    """Two calls of one trajectory, the first with a reward of its own."""
+    calls = [make_call(f"{name}-1", [1, 2], [5, 6]), make_call(f"{name}-2", [1, 2, 5, 6, 3], [7])]
+    own = Reward(name="step", value=first, target=f"{name}-1")
+    main = Trajectory(id=f"{name}-t", name="solver", calls=calls, tools=[], rewards=[own], reward=None, started=0, ended=0)
+    return make_episode(agents=[main], episode_id=name, task_id="t", reward=last)
+
+
+@pytest.mark.parametrize("mode", ["tree", "prefix", "call"])
+def test_returns_to_go_by_hand(process: VerlEngine, mode: Any) -> None:
+    """Discount 0.5, first calls 1 and 0, ends 2 and 0: returns 2, 2 and 0, 0; compared by step, the first call's group is (2, 0)."""
+    group = Group(task_id="t", rollouts=[rollout(two_turns("a", 1.0, 2.0), 2.0), rollout(two_turns("b", 0.0, 0.0), 0.0)])
+    rows = credited(process, [group], mode=mode, algorithm="rloo", returns="to_go", discount=0.5, group_by="step")
+    by_call = {(record.span_id, record.level, record.score) for row in rows for record in row.credit}
+    assert by_call == {("a-1", "to_go", 2.0), ("a-2", "to_go", 2.0), ("b-1", "to_go", 0.0), ("b-2", "to_go", 0.0)}
+    assert sorted(value for row in trained(rows) for value in row) == [-2.0] * 3 + [2.0] * 3
+    whole = credited(process, [group], mode=mode, algorithm="rloo")
+    assert sorted(value for row in trained(whole) for value in row) == [-2.0, -1.0, -1.0, 1.0, 1.0, 2.0]
+
+
+def test_long_replies_lose_score_softly(process: VerlEngine) -> None:
+    """max_tokens 8, buffer 4, factor 1: replies of 4, 6 and 8 tokens lose 0, 0.5 and 1 of their score of 1."""
+    group = Group(task_id="t", rollouts=[rollout(one_call(f"e{n}", [5] * n), 1.0) for n in (4, 6, 8)])
+    rows = credited(process, [group], algorithm="rloo", max_tokens=8, overlong_penalty={"buffer": 4})
+    assert [row[0] for row in trained(rows)] == [0.75, 0.0, -0.75]
+    assert rows.counters.other["units_penalised_for_length"] == 2
+    assert not any(value for row in trained(credited(process, [group], algorithm="rloo")) for value in row)
+
+
+def test_a_failure_that_is_trained_by_request_is_worth_nothing(process: VerlEngine) -> None:
+    """An infrastructure fault without a reward: left out by default, 0 in its group where it is asked to be trained."""
+    group = Group(task_id="t", rollouts=[rollout(one_call("a", [5]), 1.0), rollout(one_call("b", [6]), None, fault="infrastructure")])
+    assert trained(credited(process, [group], algorithm="rloo")[:1]) == [[0.0]]
+    assert trained(credited(process, [group], algorithm="rloo", faults={"infrastructure": "train"})) == [[1.0], [-1.0]]
