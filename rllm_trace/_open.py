@@ -25,12 +25,14 @@ __all__ = ["Keeper", "OpenEpisode", "OpenTrajectory"]
 class OpenTrajectory:
     """One entry of ``agent(...)``, or the default trajectory of an episode (``explicit`` False)."""
 
-    __slots__ = ("_numbers", "explicit", "id", "name")
+    __slots__ = ("_numbers", "entry", "explicit", "id", "name")
 
-    def __init__(self, id: str, name: str, *, explicit: bool) -> None:
+    def __init__(self, id: str, name: str, *, explicit: bool, entry: int = 0) -> None:
         self.id = id
         self.name = name
         self.explicit = explicit
+        self.entry = entry
+        """How many of its name had begun in the episode before it: two agents of one name are not to sample the same."""
         self._numbers = itertools.count()
 
     def next_call_number(self) -> int:
@@ -67,9 +69,11 @@ class OpenEpisode:
 
     __slots__ = (
         "__weakref__",
+        "_entries",
         "_keeper",
         "_lock",
         "_open",
+        "_taken_in",
         "_trajectories",
         "closed",
         "exported",
@@ -155,7 +159,11 @@ class OpenEpisode:
         )
         self._keeper = keeper
         self._open: dict[str, Span] = {}
+        self._taken_in: set[str] | None = None
+        """Ids of spans that came from other processes; None until one has."""
         self._trajectories: dict[str, OpenTrajectory] = {}
+        self._entries: dict[str, int] = {}
+        """Name -> the last entry of it."""
         self._lock = threading.RLock()
 
     def move_to_child(self, *, exported: bool) -> None:
@@ -173,7 +181,8 @@ class OpenEpisode:
         with self._lock:
             known = self._trajectories.get(id)
             if known is None:
-                known = self._trajectories[id] = OpenTrajectory(id, name, explicit=True)
+                entry = self._entries[name] = self._entries.get(name, -1) + 1
+                known = self._trajectories[id] = OpenTrajectory(id, name, explicit=True, entry=entry)
             return known
 
     def start(self, span: Span) -> bool:
@@ -201,6 +210,17 @@ class OpenEpisode:
         self._keeper.ended(self, span)
         if done:
             self._keeper.done(self)
+
+    def take_in(self, span: Span) -> bool:
+        """A span that has ended in another process. Its sender may not know that it came, and send it again. False: it had come."""
+        with self._lock:
+            if self._taken_in is None:
+                self._taken_in = set()
+            if span.span_id in self._taken_in:
+                return False
+            self._taken_in.add(span.span_id)
+        self.end(span)
+        return True
 
     def finish(self, termination: Termination, error: ErrorInfo | None) -> None:
         """The workflow has returned, raised, or its generator has been closed."""

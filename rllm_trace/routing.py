@@ -12,14 +12,15 @@ import contextlib
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Set
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 import msgspec
 
 from rllm_trace._exact import constraint, tool_choice_constraint
-from rllm_trace.exceptions import CallRefusedError
+from rllm_trace._given import seconds, text, words
+from rllm_trace.exceptions import CallRefusedError, ConfigurationError
 
 if TYPE_CHECKING:
     from rllm_trace._calls import Operation
@@ -118,6 +119,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """Where the calls of a rollout go and how they are sampled.
 
     Example: ``Route(base_url="http://127.0.0.1:8000/v1", api_key="local", model="policy", sampling={"temperature": 1.0})``
+    Raises ConfigurationError for fields of another type.
     """
 
     base_url: str
@@ -134,6 +136,19 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """Where the calls are counted by call site; None: nowhere."""
     resolve: Callable[[Any], Endpoint] | None = None
     """Given the scope of the call, chooses its endpoint; None: always this one. It may raise, and the call then fails with that."""
+
+    def __post_init__(self) -> None:
+        for name in ("base_url", "api_key", "model"):
+            text(getattr(self, name), name)
+        words(self.sampling, "sampling")
+        if self.replaces is not None and (
+            isinstance(cast("object", self.replaces), str) or not isinstance(cast("object", self.replaces), Set)
+        ):
+            raise ConfigurationError(f"got replaces={self.replaces!r}; expected a frozenset of model names, or None")
+        if self.constrained not in get_args(Constrained):
+            raise ConfigurationError(f"got constrained={self.constrained!r}; expected one of {', '.join(map(repr, get_args(Constrained)))}")
+        if self.call_timeout is not None:
+            seconds(self.call_timeout, "call_timeout")
 
     def __repr__(self) -> str:
         return f"Route(base_url={self.base_url!r}, model={self.model!r}, replaces={self.replaces!r}, sampling={self.sampling!r})"
@@ -178,9 +193,10 @@ def use_route(route: Route | None) -> Generator[Route | None]:
         _route.reset(token)
 
 
-def call_seed(seed: int, trajectory: str, number: int) -> int:
-    """The seed of the ``number``-th call of a role: 31 bits that depend on all three and on nothing else."""
-    digest = hashlib.blake2b(f"{seed}\x1f{trajectory}\x1f{number}".encode(), digest_size=4).digest()
+def call_seed(seed: int, trajectory: str, number: int, entry: int = 0) -> int:
+    """The seed of the ``number``-th call of a role's ``entry``-th agent: 31 bits that depend on all four and on nothing else."""
+    parts = [seed, trajectory, number, *([entry] if entry else [])]
+    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

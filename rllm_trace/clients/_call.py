@@ -140,7 +140,8 @@ class ClientCall:
     def _redirect(self, route: Route) -> None:
         scope = self.open.scope
         endpoint = route.endpoint(scope)
-        seed = None if scope.episode.seed is None else call_seed(scope.episode.seed, scope.trajectory_name, self.open.number)
+        agent, first = scope.trajectory, scope.episode.seed
+        seed = None if first is None else call_seed(first, agent.name, self.open.number, agent.entry)
         self.body, self.changed = reshaped(self.app_body, route, endpoint.model, seed, self.operation)
         self.endpoint, self.model, self.server = endpoint, endpoint.model, urlsplit(endpoint.base_url).netloc.rpartition("@")[2]
         self.timeout = route.call_timeout

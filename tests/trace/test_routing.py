@@ -13,6 +13,7 @@ from typing import Any
 import openai
 import pytest
 
+import rllm_trace as rllm
 from rllm_trace.exceptions import CallRefusedError
 from rllm_trace.routing import CallSite, CallSites, Endpoint, Route, call_seed, current_route, kept_header, reshaped, use_route
 from rllm_trace.testing import Reply, ReplyChoice, ScriptedServer
@@ -386,6 +387,20 @@ def test_each_call_gets_a_seed_of_its_own_that_a_rerun_repeats(policy: ScriptedS
     other = [call.sampling["seed"] for call in recording.calls(app, route=route_to(policy), seed=12)]
     assert first == again == [call_seed(11, "app", 0), call_seed(11, "app", 1), 99]
     assert len({*first, *other}) == 5
+
+
+def test_agents_of_one_name_do_not_draw_the_same_numbers(recording: Any, policy: ScriptedServer) -> None:
+    """Two solvers that ask the same: each has a seed of its own, and the first has that of a solver alone."""
+    client = foreign_client()
+
+    def solvers() -> None:
+        for _ in range(2):
+            with rllm.agent("solver"):
+                client.chat.completions.create(**CREATE)
+
+    calls = recording.calls(solvers, route=route_to(policy), seed=11)
+    assert [call.sampling["seed"] for call in calls] == [call_seed(11, "solver", 0), call_seed(11, "solver", 0, 1)]
+    assert call_seed(11, "solver", 0) != call_seed(11, "solver", 0, 1)
 
 
 def test_a_call_seed_is_fixed_for_good() -> None:
