@@ -186,6 +186,8 @@ class Front:
             eos=eos_token_ids(folder, described),
             max_len=max_len,
             chat_template=None,
+            tool_format=None,
+            thinks=False,
             continues=exact,
             fits=lambda _: True,
         )

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import ray as _ray
+import ray.cloudpickle as _cloudpickle
 import ray.exceptions as _exceptions
 import ray.util.scheduling_strategies as _strategies
 
 ray: Any = _ray
+cloudpickle: Any = _cloudpickle
 NodeAffinity: Any = _strategies.NodeAffinitySchedulingStrategy
 RayActorError: Any = _exceptions.RayActorError
 RayError: Any = _exceptions.RayError

@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from rllm_trace.routing import CallSite, CallSites, Route
+from rllm_trainer.exceptions import SettingError
 from rllm_trainer.rollout.attempt import Attempt, Conditions, Job, Outcome
 from rllm_trainer.rollout.rewards import RewardPlan
 from rllm_trainer.rollout.runner import Limits, Runner
 
-__all__ = ["AppWorker", "Assignment", "FrontAddress"]
+__all__ = ["AppWorker", "Assignment", "FrontAddress", "packed_app"]
 
 
 class FrontAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +54,10 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 class AppWorker:
     """Made into an async actor by whoever starts it."""
 
-    def __init__(self, app: Callable[..., Any], rewards: RewardPlan, node_id: str) -> None:
+    def __init__(self, packed: bytes, path: Sequence[str], node_id: str = "") -> None:
+        """``packed``: app and rewards, from ``packed_app``; ``path``: where the user's process finds modules."""
+        sys.path += [entry for entry in path if entry not in sys.path]
+        app, rewards = _unpacked(packed)
         self._runner = Runner(app, rewards, Limits())
         self._sites = CallSites()
         self._running: dict[int, Attempt] = {}
@@ -102,6 +107,28 @@ class AppWorker:
         return msgspec.structs.replace(
             route, base_url=f"{front.url}/s/{session}/v1", api_key=front.api_key, model=front.model, sites=self._sites
         )
+
+
+def packed_app(app: Callable[..., Any], rewards: RewardPlan) -> bytes:
+    """App and rewards as Ray carries functions: by name where their module can be imported, else by value.
+
+    Raises:
+        SettingError: something that they close over cannot be carried.
+    """
+    from rllm_trainer.cluster._ray_api import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps((app, rewards)))
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise SettingError(
+            f"the app or a reward cannot be carried to Ray's workers: {error}; make what it needs inside the function, or in a module"
+        ) from error
+
+
+def _unpacked(packed: bytes) -> tuple[Callable[..., Any], RewardPlan]:
+    from rllm_trainer.cluster._ray_api import cloudpickle
+
+    return cloudpickle.loads(packed)
 
 
 def _nearest(fronts: Mapping[str, FrontAddress], node_id: str) -> FrontAddress | None:

@@ -146,8 +146,8 @@ def _session(plan: HeadPlan, workers: Sequence[Any], mailbox: Any) -> Any:
         max_model_len=facts.max_model_len,
         workers=workers,
         route=Route(
-            base_url="",
-            api_key="",
+            base_url="http://the-front-of-each-node.invalid/v1",  # workers put their own front here
+            api_key="of the front",
             model=Path(facts.model).name,
             replaces=frozenset(settings.replaces) if settings.replaces is not None else None,
             sampling=settings.sampling or {},

@@ -19,6 +19,7 @@ from rllm_trainer.exceptions import EngineError, SettingError
 __all__ = ["device_of", "here", "on_ray", "require_room"]
 
 _ADDRESS = "RAY_ADDRESS"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _CPUS_A_RANK = 8
 """verl asks for three CPUs a rank, and small actors need some; on CPUs these are promises, not cores."""
 _REAL_GPUS = Path("/proc/driver/nvidia/gpus")
@@ -45,6 +46,8 @@ def on_ray(options: dict[str, Any], layout: ClusterLayout) -> Generator[Any]:
         yield ray
         return
     with _as_before():
+        if os.environ.get(_VISIBLE) == "":
+            del os.environ[_VISIBLE]  # Ray would refuse logical GPUs where none may be seen
         try:
             ray.init(**(_defaults(options, layout) | options))
         except (TypeError, RuntimeError) as error:

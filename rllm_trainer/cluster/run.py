@@ -7,8 +7,10 @@ imported there, else by value.
 from __future__ import annotations
 
 import shutil
+import sys
 import threading
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,13 @@ from typing import Any
 import msgspec
 
 from rllm_trainer.checkpoint import require_same, write_json
-from rllm_trainer.cluster.app_worker import AppWorker
+from rllm_trainer.cluster.app_worker import AppWorker, packed_app
 from rllm_trainer.cluster.events import Mailbox, play
 from rllm_trainer.cluster.head import Head, HeadPlan, HeadResult
+from rllm_trainer.cluster.layout import ClusterLayout
 from rllm_trainer.cluster.ray_session import device_of, here, on_ray, require_room
 from rllm_trainer.cluster.verl_overrides import Facts, overrides
-from rllm_trainer.exceptions import DatasetError, EngineError, TrainerError
+from rllm_trainer.exceptions import DatasetError, EngineError, SettingError, TrainerError
 from rllm_trainer.plan import Ask, RunPlan
 from rllm_trainer.report import Report
 from rllm_trainer.rollout.dataset import Task
@@ -40,7 +43,6 @@ _CPU_ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
     "VERL_USE_EXTERNAL_MODULES": "rllm_trainer.engine._verl_cpu",
     "VERL_ENGINE_DEVICE": "cuda",  # verl's FSDP engine is registered for accelerators; on the CPU it is the same class
-    "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
 }
 _CUDA_ENVIRONMENT = {
@@ -78,9 +80,7 @@ def run_on_cluster(ask: Ask, plan: RunPlan, report: Report, stop: threading.Even
         open_.callback(ray.kill, head)
         with report.doing("verl's configuration composed"):
             (plan.run_dir / _CONFIG).write_text(_got(ray, head.check.remote(head_plan), _STARTS))
-        workers = app_workers(ray, ask.app, plan.rewards, settings.cluster, settings.concurrency)
-        for worker in workers:
-            open_.callback(ray.kill, worker)
+        workers = open_.enter_context(app_workers(ray, ask.app, plan.rewards, settings.cluster, settings.concurrency))
         result = _waited(ray, head.run.remote(head_plan, workers), mailbox, report, stop, steps=head_plan.facts.steps)
     _complete(plan.model, plan.run_dir / "model")
     if result.stopped:
@@ -88,14 +88,31 @@ def run_on_cluster(ask: Ask, plan: RunPlan, report: Report, stop: threading.Even
     return result
 
 
-def app_workers(ray: Any, app: Any, rewards: Any, layout: Any, concurrency: int) -> list[Any]:
-    """Actors that run the app, spread over the cluster's nodes."""
+@contextmanager
+def app_workers(ray: Any, app: Any, rewards: Any, layout: ClusterLayout, concurrency: int) -> Generator[list[Any]]:
+    """Actors that run the app, spread over the cluster's nodes, and ready.
+
+    Raises:
+        SettingError: the app cannot be carried to a worker, or not be loaded there.
+    """
     nodes = sum(bool(node["Alive"]) for node in ray.nodes())
-    count = layout.app_workers or nodes
     actor = ray.remote(AppWorker).options(
         num_cpus=layout.app_cpus, max_concurrency=concurrency + 64, max_restarts=-1, scheduling_strategy="SPREAD"
     )
-    return [actor.remote(app, rewards, "") for _ in range(count)]
+    packed = packed_app(app, rewards)
+    workers = [actor.remote(packed, sys.path) for _ in range(layout.app_workers or nodes)]
+    try:
+        try:
+            ray.get([worker.place.remote() for worker in workers], timeout=_STARTS)
+        except Exception as error:  # Ray wraps whatever the worker raised
+            raise SettingError(
+                f"the app could not be loaded in a worker of Ray: {_words(error)}; what it imports must be there on every node, "
+                "as with ray={'runtime_env': {'working_dir': '.'}}"
+            ) from error
+        yield workers
+    finally:
+        for worker in workers:
+            ray.kill(worker)
 
 
 def model_length(model: Path, asked: int | None) -> int:
