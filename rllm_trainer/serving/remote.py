@@ -28,6 +28,8 @@ __all__ = ["FLOAT32_NOISE", "HALF_NOISE", "DoorServer", "read_key"]
 _MODULE = "rllm_trainer.serving._door.main"
 _PROXY_NAMES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 _CALL_TIMEOUT = 600.0
+_OWN_START = 60.0
+"""Seconds that the door itself may take to start, on a machine that is busy."""
 _CLOSE = 10.0
 """Seconds from TERM to KILL."""
 _CACHE_TOKENS = 512
@@ -88,7 +90,7 @@ class DoorServer:
             ServerError: the server did not start, or is not what is needed; the message says why.
         """
         api_key = secrets.token_urlsafe(32)
-        timeout = float(config.get("start_timeout", _CALL_TIMEOUT)) + _CLOSE
+        timeout = float(config.get("start_timeout", _CALL_TIMEOUT)) + _OWN_START
         try:
             child = Child.start(
                 _MODULE,

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rllm_trainer.serving._door.upstream import Upstream
+from rllm_trainer.serving._door.upstream import Refused, Unreachable, Upstream
 
 __all__ = ["Supervised", "end_group"]
 
@@ -49,33 +49,20 @@ class Supervised:
         self._watching = True
         well = time.monotonic()
         while True:
-            await asyncio.sleep(_LOOKS_EVERY)
-            if await upstream.healthy(path, _ANSWERS_WITHIN):
+            await asyncio.sleep(min(_LOOKS_EVERY, hung_after))
+            try:
+                await upstream.call("GET", path, timeout=min(_ANSWERS_WITHIN, hung_after))
                 well = time.monotonic()
-                continue
-            refused = await _refuses(upstream, path)
-            if refused is not None:
-                end_group(f"{self._name} says that it is not well ({refused})")
-            if time.monotonic() - well > hung_after:
-                end_group(f"{self._name} has not answered for {hung_after:g} s")
+            except Refused as error:
+                end_group(f"{self._name} says that it is not well ({error})")
+            except Unreachable:
+                if time.monotonic() - well > hung_after:
+                    end_group(f"{self._name} has not answered for {hung_after:g} s")
 
     def _wait(self) -> None:
         code = self._process.wait()
         if self._watching:
             end_group(f"{self._name} has ended ({code if code >= 0 else signal.Signals(-code).name})")
-
-
-async def _refuses(upstream: Upstream, path: str) -> str | None:
-    """What the server answers, if it does and it is an error."""
-    from rllm_trainer.serving._door.upstream import Refused, Unreachable
-
-    try:
-        await upstream.call("GET", path, timeout=_ANSWERS_WITHIN)
-    except Refused as error:
-        return str(error)
-    except Unreachable:
-        return None
-    return None
 
 
 def end_group(why: str) -> None:
