@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import rllm_trainer.loop as loop_module
 from rllm_trainer import fit
 from rllm_trainer.engine.verl import VerlEngine
 from rllm_trainer.loop import Loop
@@ -28,9 +29,9 @@ from rllm_trainer.serving.local import LocalServer
 DEMO = Path(__file__).parent.parent / "examples" / "smolagents_stock"
 WATCHED = [
     (Loop, "_require_sound", "batch"),
-    (Loop, "_samples", "batch"),
     (Loop, "_look", "batch"),
-    (Loop, "_batch", "batch"),
+    (loop_module, "make_samples", "batch"),
+    (loop_module, "prepare", "batch"),
     (VerlEngine, "update", "update"),
     (VerlEngine, "logprobs", "swap"),
     (VerlEngine, "export_weights", "swap"),
@@ -51,16 +52,16 @@ class Watch:
         self.busy: list[float] = [0.0]
         self._inside = False
 
-    def on(self, owner: type, name: str, part: str) -> None:
-        """Count the time of a method; one that is called inside another counted one is part of that."""
-        method: Callable[..., Any] = getattr(owner, name)
+    def on(self, owner: Any, name: str, part: str) -> None:
+        """Count the time of a function; one that is called inside another counted one is part of that."""
+        function: Callable[..., Any] = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
-                return method(*args, **kwargs)
+                return function(*args, **kwargs)
             started, self._inside = time.perf_counter(), True
             try:
-                return method(*args, **kwargs)
+                return function(*args, **kwargs)
             finally:
                 self._inside = False
                 self.seconds[-1][part] += time.perf_counter() - started

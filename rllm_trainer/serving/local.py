@@ -72,6 +72,8 @@ class LocalServer:
         max_waiting: int = 1024,
         chat_template: str | None = None,
         continuation: Literal["rendered", "exact"] = "rendered",
+        tool_format: Literal["hermes", "qwen", "llama", "deepseek"] | None = None,
+        reasoning: Literal["think"] | None = None,
         start_timeout: float = 180.0,
         module: str = _MODULE,
     ) -> LocalServer:
@@ -91,6 +93,8 @@ class LocalServer:
             chat_template: Jinja text used instead of the folder's template.
             continuation: where the next prompt of a recorded chat comes from: all of it through the template, or the ids that were
                 sampled and sent before and the template for what is new.
+            tool_format: how the model writes tool calls; None: as its chat template shows.
+            reasoning: ``think``: what stands between <think> and </think> is told apart, as ``reasoning_content``; None: it is content.
             start_timeout: seconds.
             module: the child's main module.
 
@@ -113,6 +117,8 @@ class LocalServer:
             "max_waiting": max_waiting,
             "chat_template": chat_template,
             "continues": continuation == "exact",
+            "tool_format": tool_format,
+            "thinks": reasoning is not None,
         }
         try:
             child = Child.start(

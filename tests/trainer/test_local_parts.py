@@ -1,4 +1,4 @@
-"""The pure parts of the embedded server: tool calls, stop strings, the prefix tree, templates, rotary forms, seeded draws."""
+"""The pure parts of the embedded server: stop strings, the prefix tree, templates, rotary forms, seeded draws."""
 
 from __future__ import annotations
 
@@ -11,63 +11,12 @@ import torch
 
 from rllm_trainer.models import resolve_model
 from rllm_trainer.serving._local.arena import Arena
-from rllm_trainer.serving._local.hermes import Call, HermesParser
 from rllm_trainer.serving._local.model import inverse_frequencies
 from rllm_trainer.serving._local.prefix_store import PrefixStore
 from rllm_trainer.serving._local.sampling import Row, SamplingParams, generator, sample
 from rllm_trainer.serving._local.spec import ModelSpec, Rope, read_spec
 from rllm_trainer.serving._local.template import ChatTemplate, TemplateError
 from rllm_trainer.serving._local.tokens import TextStream, Tokenizer
-
-CALL = '<tool_call>\n{"name": "look", "arguments": {"q":  "a b"}}\n</tool_call>'
-
-
-def parse(text: str, size: int, *, several: bool = True) -> tuple[list[str | Call], HermesParser]:
-    """Fed in pieces of ``size`` characters; neighbouring texts joined."""
-    parser = HermesParser(several=several)
-    parts = [part for i in range(0, len(text), size) for part in parser.feed(text[i : i + size])] + parser.finish()
-    joined: list[str | Call] = []
-    for part in parts:
-        if joined and isinstance(part, str) and isinstance(joined[-1], str):
-            joined[-1] += part
-        else:
-            joined.append(part)
-    return joined, parser
-
-
-LOOK = Call(name="look", arguments='{"q":  "a b"}')
-
-
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("plain", ["plain"]),
-        ("a < b\n<tool", ["a < b\n<tool"]),
-        (CALL, [LOOK]),
-        ("Sure.\n" + CALL, ["Sure.", LOOK]),
-        ("Sure.\n\n" + CALL, ["Sure.\n", LOOK]),
-        (CALL + "\n" + CALL, [LOOK, LOOK]),
-        (CALL + "\ndone", [LOOK, "\ndone"]),
-        (CALL.removesuffix("\n</tool_call>"), [LOOK]),
-        ("<tool_call>{oops}</tool_call>", ["<tool_call>{oops}</tool_call>"]),
-        ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', ['<tool_call>{"name": "f", "arguments": "x"}</tool_call>']),
-        ('<tool_call>{"name": "f"', ['<tool_call>{"name": "f"']),
-    ],
-)
-def test_tool_calls_are_found_whole_and_piecewise(text: str, expected: list[str | Call]) -> None:
-    """Content and calls are the same however the text is cut; arguments stay as written; a newline before a call is the template's."""
-    assert [parse(text, size)[0] for size in (1, 2, 7, 1000)] == [expected] * 4
-
-
-def test_a_malformed_call_keeps_its_reason() -> None:
-    """What is no call stays text, and why is kept."""
-    _, parser = parse("<tool_call>{oops}</tool_call>", 5)
-    assert parser.malformed == ["JSON is malformed: object keys must be strings (byte 1)"]
-
-
-def test_one_call_where_one_is_asked_for() -> None:
-    """With parallel_tool_calls off, the first call is the reply's only one."""
-    assert parse(CALL + "\n" + CALL, 3, several=False)[0] == [LOOK]
 
 
 @pytest.fixture(scope="module")

@@ -6,36 +6,19 @@ Logprobs of forced tokens are the grammar's, not the policy's: whoever trains on
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rllm_trainer.serving._local.hermes import CLOSE, OPEN
-
-_NEWLINE = r'"\n"'
-
-__all__ = ["Grammars", "Matcher", "forced_tools", "json_grammar"]
+__all__ = ["Grammars", "Matcher", "json_grammar"]
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
     """A grammar for one JSON value under a schema."""
     return "start: %json " + json.dumps(schema)
-
-
-def forced_tools(tools: Sequence[Mapping[str, Any]], *, several: bool, mark: Callable[[str], str]) -> str:
-    """A grammar for one or more Hermes calls of the given functions. ``mark`` says how the grammar spells a tag (``Grammars.mark``)."""
-    rules = [f"start: call{f' ({_NEWLINE} call)*' if several else ''}"]
-    rules.append(f"call: {mark(OPEN)} {_NEWLINE} ({' | '.join(f'f{i}' for i in range(len(tools)))}) {_NEWLINE} {mark(CLOSE)}")
-    for index, tool in enumerate(tools):
-        function = tool["function"]
-        # The spaces are those of the templates, so that the next turn renders the same text.
-        head = json.dumps('{"name": ' + json.dumps(function["name"]) + ', "arguments": ')
-        rules.append(f'f{index}: {head} a{index} "}}"')
-        rules.append(f"a{index}: %json {json.dumps(function.get('parameters') or {'type': 'object'})}")
-    return "\n".join(rules)
 
 
 class Matcher:

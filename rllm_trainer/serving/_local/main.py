@@ -41,6 +41,8 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_rows: int
     max_waiting: int
     chat_template: str | None
+    tool_format: str | None
+    thinks: bool
     continues: bool
 
 
@@ -92,6 +94,8 @@ def _start(config: LocalConfig, listening: socket.socket) -> dict[str, Any]:
         eos=eos_token_ids(folder, described),
         max_len=max_len,
         chat_template=config.chat_template,
+        tool_format=config.tool_format,
+        thinks=config.thinks,
         continues=config.continues,
         fits=runner.fits,
     )

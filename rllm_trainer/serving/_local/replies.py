@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rllm_trainer.serving._local.hermes import Call, HermesParser
+from rllm_trainer.serving._local.formats.base import Call
+from rllm_trainer.serving._local.formats.thinking import Thought
 from rllm_trainer.serving._local.jobs import Generation, Scoring, Update, VersionSpan
 from rllm_trainer.serving._local.protocol import ChatRequest, CompletionRequest
 from rllm_trainer.serving._local.requests import Asked
@@ -64,9 +65,9 @@ class ChatReply:
         self._model = model
         self._version = version
         self._created = int(time.time())
-        self._parsers = [HermesParser(several=asked.several_tools) for _ in asked.jobs] if asked.tool_mode != "off" else None
-        self._said: list[list[str | dict[str, Any]]] = [[] for _ in asked.jobs]
-        """Of each choice, text and tool calls so far."""
+        self._readers = [asked.reader() for _ in asked.jobs]
+        self._said: list[list[str | Thought | dict[str, Any]]] = [[] for _ in asked.jobs]
+        """Of each choice, text, thinking and tool calls so far."""
 
     def whole(self, updates: Sequence[Update]) -> dict[str, Any]:
         """The response; ``updates`` has the one update of each choice, in order."""
@@ -78,9 +79,10 @@ class ChatReply:
 
     def message(self, index: int) -> dict[str, Any]:
         """What a choice has come to, as a message of the chat."""
-        text = "".join(part for part in self._said[index] if isinstance(part, str))
-        calls = [part for part in self._said[index] if isinstance(part, dict)]
-        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        text, thought, calls = _told_apart(self._said[index])
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not (calls or thought) else None, "refusal": None}
+        if thought:
+            message["reasoning_content"] = thought
         return {**message, "tool_calls": calls} if calls else message
 
     def first_chunks(self) -> Iterator[dict[str, Any]]:
@@ -109,7 +111,7 @@ class ChatReply:
         """Of these choices; None: of all."""
         jobs = self._asked.jobs
         told = version_metadata({i: jobs[i].versions for i in (range(len(jobs)) if choices is None else choices)}, self._version)
-        malformed = [reason for parser in self._parsers or () for reason in parser.malformed]
+        malformed = [reason for reader in self._readers for reason in reader.malformed]
         return {**told, "malformed_tool_calls": malformed} if malformed else told
 
     def _choice(self, index: int, update: Update) -> dict[str, Any]:
@@ -130,28 +132,25 @@ class ChatReply:
 
     def _delta(self, index: int, update: Update) -> tuple[dict[str, Any], str | None]:
         before = sum(isinstance(part, dict) for part in self._said[index])
-        parts = self._take(index, update)
+        text, thought, calls = _told_apart(self._take(index, update))
         delta: dict[str, Any] = {}
-        text = "".join(part for part in parts if isinstance(part, str))
+        if thought:
+            delta["reasoning_content"] = thought
         if text:
             delta["content"] = text
-        calls = [part for part in parts if isinstance(part, dict)]
         if calls:
             delta["tool_calls"] = [{"index": before + n, **call} for n, call in enumerate(calls)]
         return delta, self._finish_reason(index, update)
 
-    def _take(self, index: int, update: Update) -> list[str | dict[str, Any]]:
-        """What an update adds to a choice: text and tool calls, in order."""
-        parts: list[str | Call] = [update.text]
-        if self._parsers is not None:
-            parser = self._parsers[index]
-            parts = parser.feed(update.text) + (parser.finish() if update.finish_reason is not None else [])
+    def _take(self, index: int, update: Update) -> list[str | Thought | dict[str, Any]]:
+        """What an update adds to a choice: text, thinking and tool calls, in order."""
+        parts = self._readers[index].feed(update.text, last=update.finish_reason is not None)
         new = [_tool_call(part) if isinstance(part, Call) else part for part in parts]
         self._said[index] += new
         return new
 
     def _finish_reason(self, index: int, update: Update) -> str | None:
-        called = self._parsers is not None and self._parsers[index].calls > 0
+        called = self._readers[index].calls > 0
         return "tool_calls" if called and update.finish_reason == "stop" and self._asked.tool_mode != "named" else update.finish_reason
 
     def _chunk(self, index: int, delta: dict[str, Any], update: Update | None, finish: str | None) -> dict[str, Any]:
@@ -167,6 +166,13 @@ class ChatReply:
         if self._request.return_token_ids:
             choice["token_ids"] = [s.token_id for s in sampled]
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+
+def _told_apart(parts: Sequence[str | Thought | dict[str, Any]]) -> tuple[str, str, list[dict[str, Any]]]:
+    """Text, thinking and tool calls."""
+    text = "".join(part for part in parts if isinstance(part, str))
+    thought = "".join(part.text for part in parts if isinstance(part, Thought))
+    return text, thought, [part for part in parts if isinstance(part, dict)]
 
 
 def _tool_call(call: Call) -> dict[str, Any]:

@@ -11,8 +11,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from rllm_trainer.serving._local.grammar import Grammars, forced_tools, json_grammar
-from rllm_trainer.serving._local.hermes import OPEN
+from rllm_trainer.serving._local.formats import FORMATS, format_of
+from rllm_trainer.serving._local.formats.base import ToolParser
+from rllm_trainer.serving._local.formats.reading import ReplyReader
+from rllm_trainer.serving._local.formats.thinking import THINK_CLOSE, THINK_OPEN, Thinking
+from rllm_trainer.serving._local.grammar import Grammars, json_grammar
 from rllm_trainer.serving._local.jobs import Generation, GenerationParams, Scoring, Update
 from rllm_trainer.serving._local.protocol import ApiError, ChatRequest, CompletionRequest, ScoreRequest
 from rllm_trainer.serving._local.sampling import SamplingParams
@@ -24,6 +27,8 @@ __all__ = ["Asked", "Intake", "ToolMode"]
 
 ToolMode = Literal["off", "auto", "required", "named"]
 _DEFAULT_COMPLETION_TOKENS = 16
+_PROMPT_END = 16
+"""Last tokens of a prompt, among which an opened thinking shows."""
 
 
 class Asked(msgspec.Struct, kw_only=True, eq=False):
@@ -35,7 +40,8 @@ class Asked(msgspec.Struct, kw_only=True, eq=False):
     news: asyncio.Queue[Any]
     """(job, update) of every choice."""
     tool_mode: ToolMode = "off"
-    several_tools: bool = True
+    reader: Callable[[], ReplyReader] = lambda: ReplyReader(tools=None, thinking=None)
+    """Makes what reads the text of one choice."""
     remember: Callable[[int, Update, dict[str, Any]], None] | None = None
     """To be called with a choice, its last update and its message before they are sent; None: its chat is not to be continued."""
 
@@ -52,6 +58,8 @@ class Intake:
         eos: Sequence[int],
         max_len: int,
         chat_template: str | None,
+        tool_format: str | None,
+        thinks: bool,
         continues: bool,
         fits: Any,
     ) -> None:
@@ -59,6 +67,8 @@ class Intake:
         self.max_len = max_len
         self.tokenizer = Tokenizer(folder)
         self._template = ChatTemplate(folder, chat_template)
+        self._format = FORMATS[tool_format] if tool_format is not None else format_of(self._template.source)
+        self._thinks = thinks
         self._grammars = Grammars(folder, vocab, eos)
         self._vocab = vocab
         self._eos = frozenset(eos)
@@ -107,7 +117,8 @@ class Intake:
             ids = self._continued(chat, tools, request)
         if ids is None:
             ids = self.render(request.messages, tools, generation=request.add_generation_prompt, extra=request.chat_template_kwargs)
-        skip_special = request.skip_special_tokens and not (mode != "off" and self.tokenizer.is_special_text(OPEN))
+        read = (*(self._format.marks if mode != "off" else ()), *((THINK_OPEN, THINK_CLOSE) if self._thinks else ()))
+        skip_special = request.skip_special_tokens and not any(map(self.tokenizer.is_special_text, read))
         asked = self._asked(
             request,
             ids,
@@ -117,9 +128,18 @@ class Intake:
             skip_special=skip_special,
         )
         asked.tool_mode = mode
-        asked.several_tools = request.parallel_tool_calls is not False
+        asked.reader = self._reader(tools if mode != "off" else None, ids, several=request.parallel_tool_calls is not False)
         asked.remember = None if chat is None else partial(self._remember, chat, asked)
         return asked
+
+    def _reader(self, tools: list[dict[str, Any]] | None, prompt_ids: Sequence[int], *, several: bool) -> Callable[[], ReplyReader]:
+        end = self.tokenizer.decode(prompt_ids[-_PROMPT_END:], skip_special=False).rstrip() if self._thinks else ""
+
+        def reader() -> ReplyReader:
+            calls = None if tools is None else ToolParser(self._format, several=several, tools=tools)
+            return ReplyReader(tools=calls, thinking=Thinking(begun=end.endswith(THINK_OPEN)) if self._thinks else None)
+
+        return reader
 
     def _continued(self, chat: Request, tools: Any, request: ChatRequest) -> list[int] | None:
         """The prompt made of what was recorded of this chat; None where it is to be rendered whole."""
@@ -231,8 +251,15 @@ class Intake:
         if asked is None or asked.type == "text":
             if not forced:
                 return None
+            if self._format.forced is None:
+                raise ApiError(
+                    400,
+                    f"got tool_choice {request.tool_choice!r}; calls in the {self._format.name} format cannot be forced, expected 'auto'",
+                    param="tool_choice",
+                    code="unsupported",
+                )
             try:
-                return forced_tools(forced, several=request.parallel_tool_calls is not False, mark=self._grammars.mark)
+                return self._format.forced(forced, request.parallel_tool_calls is not False, self._grammars.mark)
             except ValueError as error:
                 raise _not_forced(error, "tool_choice") from error
         if request.tools:

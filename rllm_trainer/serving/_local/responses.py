@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
 
-from rllm_trainer.serving._local.hermes import Call, HermesParser
+from rllm_trainer.serving._local.formats.base import Call
+from rllm_trainer.serving._local.formats.reading import Part
+from rllm_trainer.serving._local.formats.thinking import Thought
 from rllm_trainer.serving._local.jobs import Update
 from rllm_trainer.serving._local.protocol import ApiError, ChatRequest, ResponseFormat
 from rllm_trainer.serving._local.replies import chat_logprobs, usage, version_metadata
@@ -100,8 +102,13 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
     if request.instructions is not None:
         messages.append({"role": "system", "content": request.instructions})
     items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
+    thought = ""
     for item in items:
         kind = item.get("type", "message")
+        if kind == "reasoning":
+            thought = _thought(item)
+            continue
+        before = len(messages)
         if kind == "message":
             role = "system" if item.get("role") == "developer" else item.get("role")
             messages.append({"role": role, "content": item.get("content")})
@@ -111,7 +118,17 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         else:
             raise ApiError(400, f"got an input item of type {kind!r}, which is not implemented", param="input", code="unsupported")
+        if thought and len(messages) > before and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = thought
+        thought = ""
     return messages
+
+
+def _thought(item: Mapping[str, Any]) -> str:
+    text = "".join(str(part.get("text", "")) for part in item.get("content") or ())
+    if not text:
+        raise ApiError(400, "got a reasoning item without its text in content; leave it out", param="input", code="unsupported")
+    return text
 
 
 def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
@@ -133,7 +150,7 @@ class ResponsesReply:
         self._model = model
         self._version = version
         self._created = time.time()
-        self._parser = HermesParser(several=asked.several_tools) if asked.tool_mode != "off" else None
+        self._reader = asked.reader()
         self._sampled: list[Any] = []
         self._items: list[dict[str, Any]] = []
         self._number = 0
@@ -169,15 +186,27 @@ class ResponsesReply:
     def _take(self, update: Update) -> Iterator[Event]:
         self._sampled += update.sampled
         ended = update.finish_reason is not None
-        parts: Sequence[str | Call] = [update.text] if update.text else []
-        if self._parser is not None:
-            parts = [*self._parser.feed(update.text), *(self._parser.finish() if ended else [])]
-        for part in parts:
-            yield from self._text(part) if isinstance(part, str) else self._call(part)
+        for part in self._reader.feed(update.text, last=ended):
+            yield from self._part(part)
         if ended:
             if not self._items:
                 yield from self._text("")
             yield from self._close()
+
+    def _part(self, part: Part) -> Iterator[Event]:
+        if isinstance(part, str):
+            yield from self._text(part)
+        elif isinstance(part, Thought):
+            yield from self._thought(part)
+        else:
+            yield from self._call(part)
+
+    def _thought(self, thought: Thought) -> Iterator[Event]:
+        if not self._items or self._items[-1]["type"] != "reasoning":
+            item: dict[str, Any] = {"type": "reasoning", "id": "rs_" + secrets.token_hex(12), "summary": [], "status": "in_progress"}
+            yield from self._open({**item, "content": [{"type": "reasoning_text", "text": ""}]})
+        self._items[-1]["content"][0]["text"] += thought.text
+        yield self._event("response.reasoning_text.delta", **self._where(), content_index=0, delta=thought.text)
 
     def _text(self, text: str) -> Iterator[Event]:
         if not self._items or self._items[-1]["type"] != "message":
@@ -212,6 +241,8 @@ class ResponsesReply:
             part = item["content"][0]
             yield self._event("response.output_text.done", **self._where(), content_index=0, text=part["text"], logprobs=[])
             yield self._event("response.content_part.done", **self._where(), content_index=0, part=part)
+        elif item["type"] == "reasoning":
+            yield self._event("response.reasoning_text.done", **self._where(), content_index=0, text=item["content"][0]["text"])
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _where(self) -> dict[str, Any]:

@@ -29,6 +29,8 @@ class ChatTemplate:
         named = _named_templates(folder, config)
         text = override if override is not None else named.get("default")
         with_tools = text if override is not None or (text is not None and "tools" in text) else named.get("tool_use", named.get("tools"))
+        self.source = with_tools or text or ""
+        """The text of the template for requests with tools."""
         environment = _environment()
         self._plain = _Compiled(environment, text) if text is not None else None
         self._with_tools = _Compiled(environment, with_tools) if with_tools is not None else None
