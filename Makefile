@@ -7,7 +7,7 @@ WORKERS ?= 2
 DEMO := examples/smolagents_stock
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-seeds demo-control demo-solver-judge test test-openai3 test-peers test-cluster test-faults test-all test-shard check format wheel clean
+.PHONY: help setup demo demo-seeds demo-control demo-solver-judge test test-openai3 test-peers vllm test-vllm demo-vllm test-cluster test-faults test-all test-shard check format wheel clean
 
 help:  ## Say what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -53,6 +53,23 @@ PEERS := .venv-peers
 test-peers: setup  ## Run tests/peers beside each other instrumentation of the OpenAI client (PEER=name: that one), each in an environment of its own
 	@$(BIN)/python tools/peers.py $(PEERS) $(PEER)
 
+# vLLM pins other versions than the trainer does.
+VLLM := .venv-vllm
+
+vllm: $(VLLM)/.done  ## Make .venv-vllm, an environment with vLLM for the CPU
+
+$(VLLM)/.done: tools/install_vllm.py | setup
+	@$(BIN)/python -m uv venv --quiet --clear --seed --python $(BIN)/python $(VLLM)
+	@$(VLLM)/bin/python tools/install_vllm.py
+	@touch $@
+
+test-vllm: setup vllm  ## Run the tests that start a real vLLM, in .venv-vllm
+	@$(BIN)/python -m pytest -m vllm tests/vllm
+
+demo-vllm: setup vllm  ## The demo with serving="vllm"; writes runs/demo-vllm/result.json
+	@$(BIN)/python $(DEMO)/run.py --seed $(SEED) --serving vllm --out runs/demo-vllm
+	@$(BIN)/python $(DEMO)/check.py runs/demo-vllm
+
 test-cluster: setup  ## Run the tests that start Ray
 	@$(BIN)/python -m pytest -m cluster tests
 
@@ -82,4 +99,4 @@ wheel: setup  ## Build the wheel, through the source distribution, into dist/
 	@$(BIN)/python -m build --outdir dist .
 
 clean:  ## Remove .venv, builds and caches; runs/ stays
-	rm -rf $(VENV) $(OPENAI3) $(PEERS) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(OPENAI3) $(PEERS) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis

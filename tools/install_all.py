@@ -19,6 +19,15 @@ def main() -> int:
     """Exit status: 0, or that of the step that failed."""
     if bootstrap := subprocess.run([*PIP, "install", "--quiet", "uv>=0.8"], check=False).returncode:
         return bootstrap
+    command, environment = uv_install()
+    wanted = ["--editable", *sys.argv[1:]]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        wanted.append(f"torch=={importlib.metadata.version('torch')}")
+    return subprocess.run([*command, *wanted], env=environment, check=False).returncode
+
+
+def uv_install() -> tuple[list[str], dict[str, str]]:
+    """The command that installs into the running environment, with what pip is set up with; and the environment to run it in."""
     settings = pip_settings()
     command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable]
     if index := settings.get("index-url"):
@@ -30,10 +39,7 @@ def main() -> int:
     environment = dict(os.environ)
     if cert := settings.get("cert"):
         environment.setdefault("SSL_CERT_FILE", cert)
-    wanted = ["--editable", *sys.argv[1:]]
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        wanted.append(f"torch=={importlib.metadata.version('torch')}")
-    return subprocess.run([*command, *wanted], env=environment, check=False).returncode
+    return command, environment
 
 
 def pip_settings() -> dict[str, str]:

@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-5, help="0: the control run, whose reward must not rise")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--n-eval", type=int, default=N_EVAL)
+    parser.add_argument("--serving", choices=["local", "vllm"], default="local", help="what serves the model; vllm: see `make vllm`")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
     options = parser.parse_args()
 
@@ -38,6 +39,7 @@ def main() -> None:
         training_rows(options.seed),
         eval_dataset=held_out_rows(options.n_eval),
         output_dir=run_dir,
+        serving=options.serving,
         seed=options.seed,
         steps=options.steps,
         batch_tasks=8,
