@@ -22,6 +22,7 @@ from rllm_trainer.engine.base import WeightsFile
 from rllm_trainer.exceptions import ServerError
 from rllm_trainer.serving.base import CONTINUED, Capabilities, Probe, SwapReport
 from rllm_trainer.serving.proof import SwapNotProven, judge
+from rllm_trainer.serving_settings import InFlight
 from rllm_trainer.types import Float32, Int32
 
 __all__ = ["LocalServer"]
@@ -45,8 +46,9 @@ class LocalServer:
         token_ids=True, logprobs=True, processed_logprobs=True, swap=True, lora_swap=True, per_token_versions=True, token_prompts=True
     )
 
-    def __init__(self, child: Child, *, api_key: str, model: str, version: int) -> None:
+    def __init__(self, child: Child, *, api_key: str, model: str, version: int, in_flight: InFlight = "keep") -> None:
         self._child = child
+        self._in_flight: InFlight = in_flight
         self._api_key = api_key
         self._model = model
         self._version = version
@@ -74,6 +76,7 @@ class LocalServer:
         continuation: Literal["rendered", "exact"] = "rendered",
         tool_format: Literal["hermes", "qwen", "llama", "deepseek"] | None = None,
         reasoning: Literal["think"] | None = None,
+        in_flight: InFlight = "keep",
         start_timeout: float = 180.0,
         module: str = _MODULE,
     ) -> LocalServer:
@@ -95,6 +98,7 @@ class LocalServer:
                 sampled and sent before and the template for what is new.
             tool_format: how the model writes tool calls; None: as its chat template shows.
             reasoning: ``think``: what stands between <think> and </think> is told apart, as ``reasoning_content``; None: it is content.
+            in_flight: what becomes of replies that are being sampled when weights are swapped.
             start_timeout: seconds.
             module: the child's main module.
 
@@ -130,7 +134,7 @@ class LocalServer:
         if failed is not None:
             child.close(timeout=1.0)
             raise ServerError(f"the local server could not start: {failed}")
-        return cls(child, api_key=api_key, model=config["name"], version=version)
+        return cls(child, api_key=api_key, model=config["name"], version=version, in_flight=in_flight)
 
     @property
     def base_url(self) -> str:
@@ -200,7 +204,7 @@ class LocalServer:
 
     def swap_unproven(self, weights: WeightsFile, *, check_digest: bool = False) -> SwapReport:
         """The swap alone. ``check_digest``: the new buffers are hashed and compared before they are served."""
-        body = {"path": str(weights.path), "version": weights.version, "lora": weights.lora}
+        body = {"path": str(weights.path), "version": weights.version, "lora": weights.lora, "in_flight": self._in_flight}
         done = self._call("POST", "/rllm/swap", {**body, "digest": weights.digest if check_digest else None})
         self._version = int(self.stats()["version"])
         if self._version != weights.version:

@@ -77,6 +77,7 @@ def _local(ask: _Ask) -> Server:
         threads=settings.threads,
         port=settings.port,
         continuation=settings.continuation,
+        in_flight=in_flight_of(settings),
     )
 
 

@@ -397,7 +397,7 @@ async def _swap(service: Service, request: Request) -> Response:
         except WeightsError as error:
             raise ApiError(400, str(error), code="weights_refused", param="path") from error
         loaded = time.monotonic()
-        swapped = await asyncio.wrap_future(service.scheduler.swap(weights, asked.version))
+        swapped = await asyncio.wrap_future(service.scheduler.swap(weights, asked.version, asked.in_flight))
         service.loader.served = weights
     body = {
         "version": asked.version,

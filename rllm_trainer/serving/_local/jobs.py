@@ -22,7 +22,7 @@ from rllm_trainer.serving._local.tokens import TextStream, Tokenizer
 
 __all__ = ["Generation", "GenerationParams", "Scoring", "Update", "VersionSpan"]
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class VersionSpan(msgspec.Struct, kw_only=True):
@@ -138,6 +138,10 @@ class Generation:
         if not self.params.stream or self._text is None:
             return None
         return self._update(self._text.take(), None, None)
+
+    def abort(self) -> Update:
+        """The reply ends as it is."""
+        return self._finish("abort", None)
 
     def fail(self, error: str) -> Update:
         """The reply cannot go on."""

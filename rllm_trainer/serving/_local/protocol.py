@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from rllm_trainer.serving_settings import InFlight
+
 __all__ = [
     "ApiError",
     "ChatRequest",
@@ -158,6 +160,8 @@ class SwapRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """If given, what ``_digest.py`` says of the file's tensors: the new buffers are hashed and compared before they are served."""
     lora: bool = False
     """The file is an adapter over the weights that the server was started with."""
+    in_flight: InFlight = "keep"
+    """What becomes of replies that are being sampled: they go on, end as they are, or end first, while new requests wait."""
 
 
 class PauseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -3,7 +3,8 @@
 Continuous batching: jobs join and leave between steps. Every step takes one token of each decoding job and, beside them, chunks of
 prompts in order of arrival. A job whose prompt shares a longer prefix with one being computed than with the cache waits for it, so that a
 shared prompt is computed once. A swap happens between two steps: every job goes back to the queue with the ids it has, is computed again
-under the new weights, and no token of it is lost. A paused server takes no step, but takes in, swaps and cancels as ever.
+under the new weights, and no token of it is lost; or, as asked, it ends as it is, or the swap waits for it and what comes later waits
+for the swap. A paused server takes no step, but takes in, swaps and cancels as ever.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rllm_trainer.serving._local.jobs import Generation, Scoring, Update
 from rllm_trainer.serving._local.prefix_store import Ids, common_prefix
 from rllm_trainer.serving._local.runner import Lane, Runner, StepResult
 from rllm_trainer.serving._local.sampling import Row, SamplingParams, sample
+from rllm_trainer.serving_settings import InFlight
 
 __all__ = ["Busy", "Job", "Scheduler", "Stats", "Swapped"]
 
@@ -72,6 +74,9 @@ class _Swap(msgspec.Struct, kw_only=True, eq=False):
     weights: Any
     version: int
     done: Future[Swapped]
+    policy: InFlight
+    after: int
+    """Arrivals before it: what is waited for."""
     started: float = 0.0
     in_flight: int = 0
 
@@ -93,6 +98,8 @@ class Scheduler:
         self._wake = threading.Condition()
         self._inbox: list[Job] = []
         self._swaps: deque[_Swap] = deque()
+        self._waited_for: _Swap | None = None
+        """A swap that comes when every job that arrived before it has ended."""
         self._pause: _Pause | None = None
         self._stirred = False
         """Something is to be looked at though nothing was sent in: a cancelled job, a pause, its end."""
@@ -123,10 +130,10 @@ class Scheduler:
                 job.cancelled = True
             self._stir()
 
-    def swap(self, weights: Any, version: int) -> Future[Swapped]:
-        """Serve these from the next step on."""
-        swap = _Swap(weights=weights, version=version, done=Future())
+    def swap(self, weights: Any, version: int, policy: InFlight = "keep") -> Future[Swapped]:
+        """Serve these from the next step on, or, with ``wait``, from when the jobs that are there have ended. One at a time."""
         with self._wake:
+            swap = _Swap(weights=weights, version=version, done=Future(), policy=policy, after=self._arrivals)
             self._swaps.append(swap)
             self._wake.notify()
         return swap.done
@@ -160,12 +167,14 @@ class Scheduler:
             while True:
                 self._take_in()
                 self._drop_cancelled()
+                self._swap_if_drained()
                 self._give_up(self._runner.crowded_out())
                 self._admit()
                 if self._active and not self._paused():
                     started = time.monotonic()
                     self._step()
                     self.stats.busy_seconds += time.monotonic() - started
+                    self._swap_if_drained()
 
     def _paused(self) -> bool:
         with self._wake:
@@ -186,7 +195,29 @@ class Scheduler:
             swaps = list(self._swaps)
             self._swaps.clear()
         for swap in swaps:
+            if swap.policy == "wait":
+                self._waited_for = swap
+                continue
+            if swap.policy == "abort":
+                self._abort()
             self._do_swap(swap)
+
+    def _swap_if_drained(self) -> None:
+        """A swap that jobs are waited for before comes as soon as none of them is left."""
+        swap = self._waited_for
+        if swap is not None and all(job.arrival > swap.after for job in [*self._active.values(), *self._waiting]):
+            self._waited_for = None
+            self._do_swap(swap)
+
+    def _abort(self) -> None:
+        """Every reply ends as it is."""
+        jobs = [job for job in [*self._active.values(), *self._waiting] if isinstance(job, Generation)]
+        for job in jobs:
+            if job.lane is not None:
+                self._free(job, keep=False)
+        ended = {id(job) for job in jobs}
+        self._waiting = [job for job in self._waiting if id(job) not in ended]
+        self._deliver([(job, job.abort()) for job in jobs])
 
     def _do_swap(self, swap: _Swap) -> None:
         if self._first_token is not None:
@@ -245,6 +276,8 @@ class Scheduler:
         for job in self._waiting:
             if sum(p.lane.prompt_left for p in self._prefilling if p.lane is not None) >= _STEP_TOKENS_IDLE:
                 break
+            if self._waited_for is not None and job.arrival > self._waited_for.after:
+                continue
             if self._should_wait(np.asarray(job.ids, np.int32), job.reuse):
                 continue
             lane = self._runner.begin(job.ids, decodes=job.decodes, reuse=job.reuse)
