@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import Any, Final
 
 from rllm_trace._context import current
+from rllm_trace._given import seconds
 from rllm_trace._guard import Outcome, counters, guard, warn_once
 from rllm_trace._inbox import Episodes, Inbox
 from rllm_trace._plain import from_plain, to_plain
 from rllm_trace._recorder import recorder
-from rllm_trace.exceptions import ConfigurationError
 from rllm_trace.rollouts import EPISODE_TIMEOUT
 
 __all__ = ["EpisodeHandle", "collect", "current_episode", "stats"]
@@ -32,9 +32,7 @@ class collect:
     """
 
     def __init__(self, *, timeout: float = _TIMEOUT) -> None:
-        if not timeout >= 0:
-            raise ConfigurationError(f"got timeout={timeout!r}; expected seconds, 0 or more")
-        self._timeout = timeout
+        self._timeout = seconds(timeout, "timeout")
         self._inbox = Inbox()
 
     def __enter__(self) -> Episodes:

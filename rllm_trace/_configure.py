@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import Any, Final, Literal, cast
 
+from rllm_trace._given import flag, path, seconds, text
 from rllm_trace._guard import guard
 from rllm_trace._instruments import remove_all
 from rllm_trace._recorder import EpisodeSink, SpanSink, recorder
@@ -57,6 +57,8 @@ def configure(
     running workflow along: what its processes and pools record inside one comes home to this process. Raises ConfigurationError.
     """
     exporters = _as_list(exporters)
+    if store is not None:
+        path(store, "store")
     has_outlet = bool(exporters) or store is not None
     _check(
         tokens=tokens,
@@ -94,8 +96,11 @@ def configure(
 
 
 def flush(timeout: float = 5.0) -> bool:
-    """Waits until all that has ended is delivered. True only if it was, in time, and nothing was lost since the last flush."""
-    deadline = time.monotonic() + timeout
+    """Waits until all that has ended is delivered. True only if it was, in time, and nothing was lost since the last flush.
+
+    Raises ConfigurationError unless ``timeout`` is a number of seconds.
+    """
+    deadline = time.monotonic() + seconds(timeout, "timeout")
     delivered = recorder.writer.wait_idle(timeout)
     home = () if recorder.home is None else (recorder.home,)
     for sink in (*recorder.span_sinks, *recorder.episode_sinks, *home):
@@ -109,9 +114,9 @@ def flush(timeout: float = 5.0) -> bool:
 def shutdown(timeout: float = 5.0) -> bool:
     """Ends what is open as it is, delivers what there is, closes the exporters, and stops recording until ``configure`` or ``collect``.
 
-    True only if all was delivered in time.
+    True only if all was delivered in time. Raises ConfigurationError unless ``timeout`` is a number of seconds.
     """
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + seconds(timeout, "timeout")
     with _lock:
         for episode in list(recorder.open_episodes.values()):
             with guard("shutdown"):
@@ -128,10 +133,10 @@ def shutdown(timeout: float = 5.0) -> bool:
 def _set_processes(wanted: bool) -> None:
     """What is not wanted and was never loaded stays so."""
     if wanted:
-        from rllm_trace import _handover, _home, _spawning
+        from rllm_trace import _home, _homeward, _spawning
 
         _home.address()
-        _handover.preload()
+        _homeward.preload()
         _spawning.install()
         return
     for name, undo in (("_spawning", "uninstall"), ("_home", "close")):
@@ -157,24 +162,20 @@ def _close_sinks(timeout: float) -> None:
 def _check(
     *, tokens: object, sample: object, settle: object, capture_content: object, redact: object, service_name: object, processes: object
 ) -> None:
-    if tokens not in (True, False, "auto"):
+    if not (tokens is True or tokens is False or tokens == "auto"):
         raise ConfigurationError(f"got tokens={tokens!r}; expected True, False or 'auto'")
     if isinstance(sample, bool) or not isinstance(sample, (int, float)) or not 0.0 <= sample <= 1.0:
         raise ConfigurationError(f"got sample={sample!r}; expected a share from 0.0 to 1.0")
-    if isinstance(settle, bool) or not isinstance(settle, (int, float)) or not math.isfinite(settle) or settle < 0:
-        raise ConfigurationError(f"got settle={settle!r}; expected seconds, 0 or more")
-    if capture_content not in (None, True, False):
-        raise ConfigurationError(f"got capture_content={capture_content!r}; expected True, False or None")
+    seconds(settle, "settle")
+    flag(capture_content, "capture_content", or_none=True)
     if redact is not None and not callable(redact):
         raise ConfigurationError(f"got redact={redact!r}; expected a function from a record (a dict) to what may leave of it")
-    if processes not in (True, False):
-        raise ConfigurationError(f"got processes={processes!r}; expected True or False")
-    if service_name is not None and (not isinstance(service_name, str) or not service_name):
-        raise ConfigurationError(f"got service_name={service_name!r}; expected a non-empty string")
+    flag(processes, "processes")
+    text(service_name, "service_name", or_none=True)
 
 
 def _as_list(exporters: Any) -> list[Any]:
-    if isinstance(exporters, str) or not isinstance(exporters, Iterable):
+    if isinstance(exporters, (str, bytes, Mapping)) or not isinstance(exporters, Iterable):
         raise ConfigurationError(f"got exporters={exporters!r}; expected a list, such as exporters=['otlp']")
     return list(cast("Iterable[Any]", exporters))
 

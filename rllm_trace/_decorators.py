@@ -19,6 +19,7 @@ from rllm_trace import attributes as A
 from rllm_trace._activity import UNTOUCHED, Activity, arguments, snapshot
 from rllm_trace._context import Scope, current
 from rllm_trace._episode import IDLE, begin_episode, child_span, recording_scope
+from rllm_trace._given import flag
 from rllm_trace._guard import guard, warn_once
 from rllm_trace._open import OpenEpisode
 from rllm_trace._recorder import recorder
@@ -51,15 +52,19 @@ class SpanActivity(Activity):
                 self.keep(item)
 
     def succeed(self, result: Any) -> None:
-        if self._result_key is not None:
-            with guard("result"):
-                self.span.facts[self._result_key] = snapshot(result) if self.items is None else self.items
-        self._end()
+        try:
+            if self._result_key is not None:
+                with guard("result"):
+                    self.span.facts[self._result_key] = snapshot(result) if self.items is None else self.items
+        finally:
+            self._end()
 
     def fail(self, error: BaseException) -> None:
-        with guard("error"):
-            self.span.error = error_info(error)
-        self._end()
+        try:
+            with guard("error"):
+                self.span.error = error_info(error)
+        finally:
+            self._end()
 
     def _end(self) -> None:
         with guard("span"):
@@ -85,13 +90,15 @@ class EpisodeActivity(Activity):
                 self.keep(item)
 
     def succeed(self, result: Any) -> None:
-        if isinstance(result, _UNSTARTED):
-            _warn_of_unstarted(self.root.name, cast("object", result))
-        if self.episode.keeps_content:
-            with guard("output"):
-                self.root.facts[A.EPISODE_OUTPUT] = snapshot(result) if self.items is None else self.items
-        with guard("episode"):
-            self.episode.finish("completed", None)
+        try:
+            if isinstance(result, _UNSTARTED):
+                _warn_of_unstarted(self.root.name, cast("object", result))
+            if self.episode.keeps_content:
+                with guard("output"):
+                    self.root.facts[A.EPISODE_OUTPUT] = snapshot(result) if self.items is None else self.items
+        finally:
+            with guard("episode"):
+                self.episode.finish("completed", None)
 
     def fail(self, error: BaseException) -> None:
         if self.items is not None:
@@ -169,13 +176,19 @@ class WorkflowKind(msgspec.Struct, frozen=True, kw_only=True):
         episode = new.episode
         if not episode.recorded:
             return _SampledOutActivity(new)
-        episode.metadata.update(snapshot(self.metadata))
-        if self.session_id is not None:
-            with guard("session_id"):
-                episode.session_id = self.session_id if isinstance(self.session_id, str) else str(self.session_id(*args, **kwargs))
-        if episode.keeps_content:
-            episode.root.facts[A.EPISODE_INPUT] = arguments(function, args, kwargs)
-        return EpisodeActivity(new, episode)
+        begun = EpisodeActivity(new, episode)
+        try:
+            episode.metadata.update(snapshot(self.metadata))
+            if self.session_id is not None:
+                with guard("session_id"):
+                    episode.session_id = self.session_id if isinstance(self.session_id, str) else str(self.session_id(*args, **kwargs))
+            if episode.keeps_content:
+                with guard("input"):
+                    episode.root.facts[A.EPISODE_INPUT] = arguments(function, args, kwargs)
+        except BaseException as error:  # Ctrl-C, or what session_id= raised: the app's code is not entered any more
+            begun.fail(error)
+            raise
+        return begun
 
 
 class AgentKind(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,6 +278,7 @@ def workflow(
         )
     if not isinstance(cast("Any", metadata), (Mapping, types.NoneType)):
         raise ConfigurationError(f"got metadata={metadata!r}; expected a dict of plain values, such as metadata={{'team': 'shop'}}")
+    flag(new_episode, "new_episode")
     kind = WorkflowKind(name=checked_name("workflow", name), new_episode=new_episode, session_id=session_id, metadata=dict(metadata or {}))
     if function is None:
         return lambda wrapped: wrap(wrapped, kind)

@@ -1,9 +1,9 @@
-"""A running scope in, a few strings out that another process of ours continues it from; and there the way back for what it records.
+"""A running scope in, a few strings out that another process of ours continues it from.
 
 The strings say which episode, trajectory and span, what is asked of the calls (tokens, route, seed), and where the record is made: a
-receiver on loopback, with its token. The process that takes them over sends every span that it ends in that episode there, and nowhere
-else. It sends them before it gives a result, so that a caller that waits for the result has them. Nothing here is started, sent or read
-outside a recorded workflow.
+receiver with its token. The process that takes them over sends every span that it ends in that episode there, and nowhere else. It
+sends them before it gives a result, so that a caller that waits for the result has them. What is handed over outside a workflow, while
+somebody collects, has whole episodes sent. Nothing here is started, sent or read where nothing is recorded.
 """
 
 from __future__ import annotations
@@ -23,48 +23,21 @@ import msgspec
 from rllm_trace import attributes as A
 from rllm_trace import routing
 from rllm_trace._context import Scope, carry, current, enter, leave
+from rllm_trace._given import texts, words
 from rllm_trace._guard import counters, guard
+from rllm_trace._homeward import FLUSH, PATIENCE, Address, Homeward, Link, flush_home, send_receipt
 from rllm_trace._instruments import ensure_instrumented
 from rllm_trace._open import OpenEpisode
 from rllm_trace._recorder import recorder
-from rllm_trace._spans import Span, sources
+from rllm_trace._spans import sources
+from rllm_trace.rollouts import EPISODE_TIMEOUT
 
-__all__ = [
-    "Address",
-    "Handover",
-    "Link",
-    "attach_env",
-    "child_env",
-    "continued",
-    "flush_home",
-    "hand_over",
-    "inherit",
-    "live_in",
-    "preload",
-    "read_handover",
-]
+__all__ = ["Handover", "attach_env", "child_env", "continued", "hand_over", "hand_over_collecting", "inherit", "live_in", "read_handover"]
 
-FLUSH: Final = 30.0
-"""Seconds that a process waits, before it gives a result or ends, for its spans to be home."""
-_PATIENCE: Final = 1.0
-"""The same once that has failed: home is gone, most likely."""
-_SEND: Final = 10.0
-"""Seconds for one request, with its retries."""
-_DELAY: Final = 0.05
+_STILL_RUNNING: Final = "still running when the work that began it had given its result"
 _FIRST_STEP: Final = 2**32
 _NEXT_STEP: Final = 2**16
 """Numbers of calls begin here, so that no two processes of an episode number theirs alike (their seeds depend on it)."""
-
-
-class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """Where spans are to be sent."""
-
-    endpoint: str
-    """Base URL on loopback."""
-    token: str
-
-    def __repr__(self) -> str:
-        return f"Address(endpoint={self.endpoint!r})"
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,67 +62,13 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     """A scope, for another process."""
 
     headers: dict[str, str]
-    """As ``rllm_trace.headers`` makes them."""
+    """As ``rllm_trace.headers`` makes them; none: no workflow runs, and the episodes that start there are collected here."""
     home: Address
     tokens: bool
     seed: int | None
     first: int
     """Number of the first call that is made there."""
     way: Way | None
-
-
-class Link:
-    """The way home of this process: an OTLP exporter with a queue, made with the first span."""
-
-    def __init__(self, address: Address) -> None:
-        self.address = address
-        self.tokens = False
-        """Whether the last scope that was taken over wants them; for those that come by HTTP, which do not say."""
-        self._lock = threading.Lock()
-        self.patience = FLUSH
-        """How long it may take before a result is given."""
-        self._sink: Any = None
-
-    def put(self, span: Span) -> None:
-        """Takes a span that has ended; never blocks on the network."""
-        self._opened().put(span)
-
-    def flush(self, timeout: float) -> bool:
-        """Waits until all that was put has arrived. False: not all, or not in time."""
-        return self._sink is None or self._sink.flush(timeout)
-
-    def close(self, timeout: float) -> None:
-        if self._sink is not None:
-            self._sink.close(timeout)
-
-    def renew_lock(self) -> None:
-        """In a forked child; the queue starts anew by itself."""
-        self._lock = threading.Lock()
-
-    def _opened(self) -> Any:
-        with self._lock:
-            if self._sink is None:
-                from rllm_trace._disclosure import Disclosure
-                from rllm_trace.exporters._batch import BatchSink
-                from rllm_trace.exporters._readable import converter
-                from rllm_trace.exporters.otlp import OTLPExporter
-
-                headers = {A.HEADER_AUTHORIZATION: f"Bearer {self.address.token}"}
-                exporter: Any = OTLPExporter(
-                    f"{self.address.endpoint}/v1/traces", protocol="http/protobuf", headers=headers, timeout=_SEND, tokens=True, environ={}
-                )
-                disclosure = Disclosure(content=True, tokens=True)  # it stays with the user: what may leave is decided where the record is
-                self._sink = BatchSink(exporter, disclosure, converter(A.DEFAULT_SERVICE_NAME), delay=_DELAY)
-            return self._sink
-
-
-def preload() -> None:
-    """Loads what a way home needs, so that forked children do not each load it."""
-    from rllm_trace.exporters._readable import converter
-    from rllm_trace.exporters.otlp import OTLPExporter
-
-    converter(A.DEFAULT_SERVICE_NAME)
-    OTLPExporter("http://127.0.0.1:9/v1/traces", protocol="http/protobuf", environ={}).shutdown()
 
 
 _steps: Final[weakref.WeakKeyDictionary[OpenEpisode, itertools.count[int]]] = weakref.WeakKeyDictionary()
@@ -188,6 +107,21 @@ def hand_over() -> Handover | None:
     )
 
 
+def hand_over_collecting() -> Handover | None:
+    """For a process that is started outside any workflow while somebody collects: the episodes that start there come home as a whole.
+
+    None where nobody collects. Raises ConfigurationError if spans cannot be received here (extra ``otlp``).
+    """
+    from rllm_trace import _home
+
+    if not recorder.inboxes or recorder.disabled:
+        return None
+    link: Link | None = recorder.home
+    passes_on = link is not None and any(isinstance(inbox, Homeward) for inbox in recorder.inboxes)
+    address = link.address if link is not None and passes_on else _home.address()
+    return Handover(headers={}, home=address, tokens=recorder.tokens is not False, seed=None, first=0, way=None)
+
+
 def _first_number(episode: OpenEpisode) -> int:
     with _steps_lock:
         base = _firsts.get(episode, 0)
@@ -220,7 +154,7 @@ def child_env(env: Mapping[str, str] | None = None) -> dict[str, str]:
     Raises ConfigurationError if spans cannot be received here (extra ``otlp``).
     Also what a task of a queue or a cluster is given to go on from: ``child_env({})``.
     """
-    made = dict(os.environ if env is None else env)
+    made = dict(os.environ) if env is None else texts(env, "env")
     handover = hand_over()
     if handover is not None:
         made[A.ENV_CONTEXT] = msgspec.json.encode(handover).decode()
@@ -233,6 +167,8 @@ def attach_env(environ: Mapping[str, str] | None = None) -> contextlib.AbstractC
     Unlike ``attach`` it does what it is told, such as where to send records: never give it what came from a client. Without a context
     the block runs as it would. When it is left, what was recorded inside has been sent.
     """
+    if environ is not None:
+        words(environ, "environ")
     return continued(read_handover(os.environ if environ is None else environ))
 
 
@@ -278,7 +214,7 @@ def _linked(address: Address) -> Link:
     link = recorder.home
     if link is None or link.address != address:
         if link is not None:
-            link.close(_PATIENCE)
+            link.close(PATIENCE)
         link = recorder.home = Link(address)
         recorder.refresh()
         _see_to_exit()
@@ -288,6 +224,10 @@ def _linked(address: Address) -> Link:
 @contextlib.contextmanager
 def continued(handover: Handover | None, receipt: str | None = None) -> Generator[None]:
     """Runs its block in the scope that was handed over; what was recorded inside is home when it is left."""
+    if handover is not None and not handover.headers:
+        with _collected(handover, receipt):
+            yield
+        return
     scope: Scope | None = None
     if handover is not None:
         with guard("handover"):
@@ -305,44 +245,27 @@ def continued(handover: Handover | None, receipt: str | None = None) -> Generato
         leave(scope, before)
         routing._route.set(route_before)
         if scope.episode.remote:
-            if receipt is not None:
-                _send_receipt(scope, receipt)
+            send_receipt(receipt, scope.episode.trace_id, scope.episode.id)
             flush_home(FLUSH)
 
 
-def _send_receipt(scope: Scope, receipt: str) -> None:
-    """Says at home that what was handed over has run to its end, and how many spans were lost here."""
-    with guard("receipt"):
-        lost = counters.get("dropped", "span") + counters.get("failed", "span")
-        now = sources.now()
-        span = Span(
-            kind="other",
-            name=A.SPAN_RECEIPT,
-            trace_id=scope.episode.trace_id,
-            span_id=receipt,
-            parent_id=scope.span_id,
-            episode_id=scope.episode.id,
-            trajectory_id=scope.trajectory.id,
-            trajectory_name=scope.trajectory.name,
-            started=now,
-            ended=now,
-            facts={A.RECEIPT: receipt, A.RECEIPT_LOST: lost},
-        )
-        if recorder.home is not None:
-            recorder.home.put(span)
-
-
-def flush_home(timeout: float) -> bool:
-    """Waits until what was recorded for another process is there; counts where it is not."""
-    sent = False
-    with guard("home"):
-        link: Link | None = recorder.home
-        sent = link is None or link.flush(min(timeout, link.patience))
-        if link is not None:
-            link.patience = FLUSH if sent else _PATIENCE
-    if not sent:
-        counters.add("failed", "flush to the process that keeps the record")
-    return sent
+@contextlib.contextmanager
+def _collected(handover: Handover, receipt: str | None) -> Generator[None]:
+    """Sends home the episodes that begin in its block; those that still run when it is left are waited for, within a deadline."""
+    recorder.check_environment()
+    if recorder.disabled:
+        yield
+        return
+    inbox = Homeward(_linked(handover.home), wants_tokens=handover.tokens)
+    recorder.open_inbox(inbox)
+    try:
+        yield
+    finally:
+        recorder.close_inbox(inbox)
+        with guard("record"):
+            inbox.drain(FLUSH, _STILL_RUNNING, EPISODE_TIMEOUT)
+        send_receipt(receipt, sources.trace_id(), "")
+        flush_home(FLUSH)
 
 
 def inherit() -> Scope | None:

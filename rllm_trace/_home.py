@@ -15,7 +15,8 @@ from typing import Final
 from rllm_trace._context import current
 from rllm_trace._episode import IDLE
 from rllm_trace._guard import counters, guard
-from rllm_trace._handover import Address, live_in
+from rllm_trace._handover import live_in
+from rllm_trace._homeward import Address
 from rllm_trace._recorder import recorder
 from rllm_trace._spans import sources
 from rllm_trace.episode_receiver import EpisodeReceiver
@@ -47,6 +48,7 @@ def address() -> Address:
         if _home.receiver is None:
             _home.receiver = contextvars.Context().run(EpisodeReceiver, on_episode=_keep_nothing)
             _home.receiver.on_receipt = _received
+            _home.receiver.on_record = recorder.adopt
         if not _home.watches:
             _home.watches = True
             recorder.child_hooks.append(_in_forked_child)

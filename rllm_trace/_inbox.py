@@ -54,6 +54,9 @@ def replace_delivered(episode_id: str, change: Callable[[Episode], Episode]) -> 
 class Inbox:
     """Takes the episodes that start while it is open."""
 
+    wants_tokens = True
+    """Whether ids and logprobs are asked for on its account."""
+
     def __init__(self) -> None:
         self.episodes = Episodes()
         """Delivered so far, in the order of their end."""

@@ -21,10 +21,12 @@ from rllm_trace import attributes as A
 from rllm_trace._activity import Activity
 from rllm_trace._context import Carried, Scope, capture, current, enter, leave, restore
 from rllm_trace._episode import IDLE
+from rllm_trace._given import texts
 from rllm_trace._guard import counters, guard
 from rllm_trace._open import OpenEpisode
 from rllm_trace._recorder import recorder
 from rllm_trace._shapes import wrap
+from rllm_trace.exceptions import ConfigurationError
 from rllm_trace.rollouts import current_rollout
 
 __all__ = ["attach", "bind", "headers", "install", "uninstall"]
@@ -201,9 +203,9 @@ def headers(existing: Mapping[str, str] | None = None) -> dict[str, str]:
     """Headers that carry the running scope to another process: baggage, and a parent header of our own.
 
     ``existing``: headers to add them to, in a copy; its baggage is kept, its ``traceparent`` is never changed. Outside a workflow nothing
-    is added. Ids and names only: no content, no key.
+    is added. Ids and names only: no content, no key. Raises ConfigurationError unless ``existing`` are texts by name.
     """
-    found = dict(existing or {})
+    found = {} if existing is None else texts(existing, "existing")
     scope = current()
     if scope is None or scope.episode.closed or not scope.episode.id:
         return found
@@ -229,11 +231,13 @@ def attach(headers: Mapping[str, str] | Iterable[tuple[Any, Any]]) -> Generator[
     """Runs its block in the scope that ``headers()`` described, in this process or another one.
 
     ``headers``: those of a request, as a mapping or as pairs of str or bytes, in any case. Without ours, or with malformed ones (counted),
-    the block runs as it would without us. In another process spans go to its exporters, under the same trace.
+    the block runs as it would without us. In another process spans go to its exporters, under the same trace. Raises ConfigurationError
+    for what are no headers.
     """
     scope: Scope | None = None
+    found = _plain_headers(headers)
     with guard("attach"):
-        scope = _scope_of(_plain_headers(headers))
+        scope = _scope_of(found)
         if scope is not None:
             from rllm_trace._instruments import ensure_instrumented
 
@@ -248,9 +252,17 @@ def attach(headers: Mapping[str, str] | Iterable[tuple[Any, Any]]) -> Generator[
         leave(scope, before)
 
 
-def _plain_headers(headers: Mapping[str, str] | Iterable[tuple[Any, Any]]) -> dict[str, str]:
-    pairs = cast("Iterable[tuple[Any, Any]]", headers.items() if isinstance(headers, Mapping) else headers)
-    return {_text(name).lower(): _text(value) for name, value in pairs}
+def _plain_headers(headers: Any) -> dict[str, str]:
+    try:
+        if isinstance(headers, (str, bytes)):
+            raise TypeError
+        pairs = cast("Iterable[tuple[Any, Any]]", headers.items() if hasattr(headers, "items") else headers)
+        return {_text(name).lower(): _text(value) for name, value in pairs}
+    except (TypeError, ValueError):
+        raise ConfigurationError(
+            f"got an object of type {type(headers).__name__} as headers; expected a mapping, or pairs of name and value, such as "
+            "rllm.attach(request.headers)"
+        ) from None
 
 
 def _text(value: Any) -> str:

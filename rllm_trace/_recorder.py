@@ -156,7 +156,9 @@ class Recorder:
             exported = stored = False
         if not (inboxes or exported or stored):
             return None
-        tokens = bool(inboxes) or (stored and self.store_tokens) if self.tokens is None else self.tokens
+        tokens = self.tokens
+        if tokens is None:
+            tokens = any(inbox.wants_tokens for inbox in inboxes) or (stored and self.store_tokens)
         return Plan(
             inboxes=inboxes,
             rollout=rollout,
@@ -238,10 +240,26 @@ class Recorder:
         for inbox in episode.inboxes:
             with guard("inbox"):
                 inbox.deliver(episode.id, record)
-        self.delivered[episode.id] = (episode.trace_id, episode.root.span_id, episode.root.name)
+        self._remember(episode.id, episode.trace_id, episode.root.span_id, episode.root.name)
+        episode.let_go()
+
+    def adopt(self, record: Episode) -> None:
+        """An episode that began and ended in another process of ours: whoever collects here gets it, once."""
+        if record.id in self.delivered:
+            return
+        inboxes = self.inboxes
+        if not inboxes:
+            counters.add("late", "episode of another process")
+            return
+        _count(record)
+        self._remember(record.id, record.trace_id, record.span_id, record.workflow)
+        for inbox in inboxes:
+            inbox.deliver(record.id, record)
+
+    def _remember(self, episode_id: str, trace_id: str, span_id: str, name: str) -> None:
+        self.delivered[episode_id] = (trace_id, span_id, name)
         if len(self.delivered) > _MAX_REMEMBERED:
             self.delivered.popitem(last=False)
-        episode.let_go()
 
     def _export(self, episode: OpenEpisode, record: Episode) -> None:
         if episode.exported:

@@ -17,6 +17,7 @@ from rllm_trace._activity import UNTOUCHED, Activity
 from rllm_trace._context import Scope, current
 from rllm_trace._decorators import checked_name, name_of
 from rllm_trace._episode import child_span, recording_scope
+from rllm_trace._given import text
 from rllm_trace._guard import counters, guard, warn_once
 from rllm_trace._inbox import replace_delivered
 from rllm_trace._open import OpenEpisode
@@ -156,8 +157,11 @@ def add_reward(value: Any, *, name: str = "reward", weight: float = 1.0, episode
     ``episode_id``: None is the running one. ``span_id``: of the trajectory or call that is scored; None: the episode. An episode that has
     been delivered is replaced, in the lists of ``collect`` and of rollouts that hold it, by a copy with the reward; the store keeps it with
     the episode, also with one of another process; exporters get it as a span of the trace. Raises RewardError for what is no reward,
-    UnknownEpisodeError where nothing holds the episode (any more).
+    UnknownEpisodeError where nothing holds the episode (any more), ConfigurationError for a name or an id that is no text.
     """
+    text(name, "name")
+    text(episode_id, "episode_id", or_none=True)
+    text(span_id, "span_id", or_none=True)
     scope = current()
     episode = scope.episode if episode_id is None and scope is not None else recorder.open_episodes.get(episode_id or "")
     given = rewards_of(value, name, number(weight, name), target=span_id, span_id=None)

@@ -132,7 +132,9 @@ def error_info(error: BaseException) -> ErrorInfo:
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     try:
         message = str(error)
-    except Exception:  # noqa: BLE001 - a user's __str__ may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - a user's __str__, which only we call, may raise anything
         message = "<its message cannot be read>"
     status = getattr(error, "status_code", None)
     return ErrorInfo(

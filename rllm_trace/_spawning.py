@@ -15,10 +15,12 @@ from collections.abc import Callable
 from typing import Any, Final, cast
 
 from rllm_trace import _home
-from rllm_trace._context import Carried, capture
+from rllm_trace._context import Carried, capture, current
+from rllm_trace._episode import IDLE
 from rllm_trace._guard import counters, guard
-from rllm_trace._handover import Handover, continued, hand_over
+from rllm_trace._handover import Handover, continued, hand_over, hand_over_collecting
 from rllm_trace._propagation import _is_in_chain, _put_back, _running, _to_carry
+from rllm_trace.rollouts import current_rollout
 
 __all__ = ["install", "uninstall"]
 
@@ -82,7 +84,15 @@ def _handed_over() -> Handover | None:
     handover: Handover | None = None
     with guard("handover"):
         handover = hand_over()
+        if handover is None and _is_outside():
+            handover = hand_over_collecting()
     return handover
+
+
+def _is_outside() -> bool:
+    """Whether the code here belongs to no workflow that runs, and to no rollout."""
+    scope = current()
+    return (scope is None or scope is IDLE or scope.episode.closed) and current_rollout() is None
 
 
 def _nothing() -> Carried:

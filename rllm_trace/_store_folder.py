@@ -16,6 +16,7 @@ from typing import Final
 
 import msgspec
 
+from rllm_trace import _given as given
 from rllm_trace._guard import counters
 from rllm_trace._store_log import end_of_frames, id_of_frame, read_frames, row_of_frame, try_lock
 from rllm_trace._store_parquet import count_rows, has_parquet, read_column, read_metadata, read_rows, write_rows
@@ -61,7 +62,7 @@ class Folder:
     """A store's folder, made if it is not there. Raises ConfigurationError if it cannot be."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = given.path(path, "store")
         self.log, self.episodes, self.rewards = self.path / "log", self.path / "episodes", self.path / "rewards"
         try:
             for folder in (self.path, self.log, self.episodes, self.rewards):

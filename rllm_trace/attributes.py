@@ -179,6 +179,9 @@ SPAN_RECEIPT: Final = "rllm.receipt"
 RECEIPT: Final = "rllm.receipt.id"
 RECEIPT_LOST: Final = "rllm.receipt.lost"
 """Spans that were dropped or failed in the process that sends it, int."""
+SPAN_RECORD: Final = "rllm.record"
+RECORD: Final = "rllm.record.frame"
+"""A whole episode that ran there, for who collects here: base64 of a frame of the store's log."""
 
 # On spans that an exporter had to cut
 OMITTED_ATTRIBUTES: Final = "rllm.export.omitted_attributes"

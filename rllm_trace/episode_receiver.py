@@ -10,18 +10,24 @@ others are put together here: complete ones after a settle time, incomplete ones
 
 from __future__ import annotations
 
+import base64
 import contextvars
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, Final, Self
 
+import msgspec
+
 from rllm_trace import attributes as names
 from rllm_trace._assembly import Assembly
+from rllm_trace._calldata import CallData
 from rllm_trace._guard import counters, guard
+from rllm_trace._open import OpenEpisode
 from rllm_trace._recorder import recorder
 from rllm_trace._spans import Span
 from rllm_trace.otlp_receiver import OTLPReceiver, ReceivedSpan
+from rllm_trace.routing import settings_of
 from rllm_trace.types import Episode
 
 __all__ = ["EpisodeReceiver"]
@@ -52,6 +58,8 @@ class EpisodeReceiver:
         """Delivered so far; stays empty with ``on_episode``."""
         self.on_receipt: Callable[[str, int], None] | None = None
         """(id, spans that were lost there): something that was handed over to another process has run to its end."""
+        self.on_record: Callable[[Episode], None] = self._deliver
+        """Takes an episode that another process of ours has recorded as a whole."""
         self._on_episode = on_episode
         self._assembly = Assembly(settle=settle, deadline=deadline)
         self._changed = threading.Condition()
@@ -115,6 +123,9 @@ class EpisodeReceiver:
             if names.RECEIPT in span.attributes:
                 self._receive_receipt(span)
                 continue
+            if names.RECORD in span.attributes:
+                self._receive_record(span)
+                continue
             with guard("received span"):
                 ours = span.ours()
                 if ours is None:
@@ -132,6 +143,13 @@ class EpisodeReceiver:
         if self.on_receipt is not None:
             with guard("receipt"):
                 self.on_receipt(str(span.attributes[names.RECEIPT]), int(span.attributes.get(names.RECEIPT_LOST) or 0))
+
+    def _receive_record(self, span: ReceivedSpan) -> None:
+        from rllm_trace._store_log import row_of_frame
+        from rllm_trace._store_rows import episode_of
+
+        with guard("record"):
+            self.on_record(episode_of(row_of_frame(base64.b64decode(span.attributes[names.RECORD]))))
 
     def _run(self) -> None:
         while True:
@@ -169,5 +187,18 @@ def _taken_by_open_episode(span: Span) -> bool:
     episode = recorder.open_episodes.get(span.episode_id)
     if episode is None or episode.remote:
         return False
-    episode.end(span)
+    if episode.take_in(span) and span.call is not None:
+        with guard("call site"):
+            _see_site(episode, span.call)
     return True
+
+
+def _see_site(episode: OpenEpisode, call: CallData) -> None:
+    """A rollout counts its call sites where its calls are made; those of other processes it counts where they arrive."""
+    route = None if episode.rollout is None else episode.rollout.route
+    if route is None or route.sites is None:
+        return
+    sent = msgspec.json.decode(call.request, type=dict[str, Any])
+    given = {**sent, **(call.requested or {})}
+    is_policy = call.endpoint == "policy"
+    route.sites.saw(model=call.requested_model, endpoint=call.endpoint, trained=is_policy, settings=settings_of(given, sent))

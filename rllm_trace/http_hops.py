@@ -13,10 +13,11 @@ redirect to a host that is not listed loses what was added. No class of a client
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping
-from typing import Any, Final
+from typing import Any, Final, cast
 from urllib.parse import urljoin, urlsplit
 
 from rllm_trace import attributes as A
+from rllm_trace._given import text
 from rllm_trace._guard import guard
 from rllm_trace._propagation import headers
 from rllm_trace.exceptions import ConfigurationError
@@ -35,7 +36,12 @@ class Hop:
     def __init__(self, hosts: Iterable[str]) -> None:
         if isinstance(hosts, str):
             raise ConfigurationError(f'got hosts={hosts!r}; expected a list, such as ["{hosts}"]')
-        self._hosts = frozenset(_host(entry) for entry in hosts)
+        if not isinstance(cast("object", hosts), Iterable):
+            raise ConfigurationError(f'got hosts={hosts!r}; expected a list of names, such as ["agents.internal:8000"]')
+        named = list(hosts)
+        for entry in named:
+            text(entry, "host")
+        self._hosts = frozenset(_host(entry) for entry in named)
 
     def reaches(self, url: str) -> bool:
         """Whether requests to ``url`` take the workflow along."""

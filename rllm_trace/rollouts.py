@@ -20,6 +20,7 @@ import msgspec
 
 from rllm_trace import attributes as A
 from rllm_trace._context import carry
+from rllm_trace._given import seconds, text, words
 from rllm_trace._inbox import Episodes, Inbox
 from rllm_trace._instruments import ensure_instrumented
 from rllm_trace._open import OpenEpisode
@@ -71,12 +72,12 @@ class Rollout:
 
     def wait(self, timeout: float) -> Episodes:
         """Blocks until all its episodes have been delivered, at most ``timeout`` seconds; open ones are then delivered as they are."""
-        self.inbox.drain(timeout, _overdue(timeout), EPISODE_TIMEOUT)
+        self.inbox.drain(seconds(timeout, "timeout"), _overdue(timeout), EPISODE_TIMEOUT)
         return self.episodes
 
     async def wait_async(self, timeout: float) -> Episodes:  # noqa: ASYNC109 - ends by delivering, not by cancelling
         """The same without blocking the event loop."""
-        await self.inbox.drain_async(timeout, _overdue(timeout), EPISODE_TIMEOUT)
+        await self.inbox.drain_async(seconds(timeout, "timeout"), _overdue(timeout), EPISODE_TIMEOUT)
         return self.episodes
 
     def expire(self, reason: str) -> int:
@@ -108,8 +109,10 @@ def rollout(
 ) -> Generator[Rollout]:
     """Opens a rollout in the running context. ``metadata`` goes into each episode's, ``route`` is where its calls are sent.
 
-    Works around ``await`` too: it is carried like any context variable. Raises ConfigurationError where RLLM_DISABLED is set.
+    Works around ``await`` too: it is carried like any context variable. Raises ConfigurationError where RLLM_DISABLED is set, and
+    for options of another type.
     """
+    _check(task_id, metadata, seed, route)
     recorder.check_environment()
     if recorder.disabled:
         raise ConfigurationError(f"{A.ENV_DISABLED} is set, so nothing can be recorded and nothing trained: unset it")
@@ -132,6 +135,19 @@ def rollout(
         if _rollout.get() is handle:  # not where a coroutine is finalized in another context
             _rollout.set(before)
         recorder.count_rollout(-1)
+
+
+def _check(task_id: object, metadata: object, seed: object, route: object) -> None:
+    text(task_id, "task_id", or_none=True)
+    if metadata is not None:
+        words(metadata, "metadata")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise ConfigurationError(f"got seed={seed!r}; expected a whole number or None")
+    if route is not None:
+        from rllm_trace.routing import Route
+
+        if not isinstance(route, Route):
+            raise ConfigurationError(f"got route={route!r}; expected a rllm_trace.routing.Route or None")
 
 
 def _overdue(timeout: float) -> str:

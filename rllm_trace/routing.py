@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 import msgspec
 
 from rllm_trace._exact import constraint, tool_choice_constraint
-from rllm_trace._given import seconds, text, words
+from rllm_trace._given import seconds, words
 from rllm_trace.exceptions import CallRefusedError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -139,7 +139,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in ("base_url", "api_key", "model"):
-            text(getattr(self, name), name)
+            if not isinstance(getattr(self, name), str):
+                raise ConfigurationError(f"got {name}={getattr(self, name)!r}; expected a string")
         words(self.sampling, "sampling")
         if self.replaces is not None and (
             isinstance(cast("object", self.replaces), str) or not isinstance(cast("object", self.replaces), Set)

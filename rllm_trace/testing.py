@@ -18,13 +18,14 @@ import itertools
 import socket
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
 from rllm_trace import attributes as A
 from rllm_trace._spans import use_sources
 from rllm_trace._wire import Reply, ReplyChoice, stream_events, whole_body
+from rllm_trace.exceptions import ConfigurationError
 from rllm_trace.exporters.memory import MemoryExporter
 
 __all__ = ["Exchange", "MemoryExporter", "Reply", "ReplyChoice", "ScriptedServer", "fixed_sources"]
@@ -204,7 +205,11 @@ class ScriptedServer:
 def _as_script(script: Script | Iterable[Reply] | None) -> Script:
     if callable(script):
         return script
-    replies = list(script or [Reply()])
+    if script is not None and not isinstance(cast("object", script), Iterable):
+        raise ConfigurationError(f"got script={script!r}; expected a function of the exchange, or replies")
+    replies = [Reply()] if script is None else list(script)
+    if not replies or not all(isinstance(cast("object", reply), Reply) for reply in replies):
+        raise ConfigurationError(f"got script={replies!r}; expected at least one reply, each a rllm_trace.testing.Reply")
     turn = itertools.count()
     return lambda _: replies[min(next(turn), len(replies) - 1)]
 

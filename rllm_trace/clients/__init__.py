@@ -28,7 +28,7 @@ _turned_off: Final[set[str]] = set()
 def _patch(name: str) -> _Patch:
     try:
         return _PATCHES[name]
-    except KeyError:
+    except (KeyError, TypeError):
         raise UnknownInstrumentError(f"got the client {name!r}, expected one of {sorted(_PATCHES)}") from None
 
 

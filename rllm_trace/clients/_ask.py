@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, Final, cast
 
 from rllm_trace.clients._decode import Keep, Operation
@@ -94,9 +95,9 @@ def ask(body: Mapping[str, Any], operation: Operation, refused: frozenset[str], 
         if field not in refused and not _asks_already(body.get(field), operation):
             sent[field] = value
             added[field] = body.get(field)
-    if added and body.get("stream") and _STREAM_OPTIONS not in refused:
-        options = body.get(_STREAM_OPTIONS)
-        known: Mapping[str, Any] = cast("Mapping[str, Any]", options) if isinstance(options, Mapping) else {}
+    options = body.get(_STREAM_OPTIONS)
+    if added and body.get("stream") and _STREAM_OPTIONS not in refused and isinstance(options, (Mapping, NoneType)):
+        known: Mapping[str, Any] = cast("Mapping[str, Any]", options or {})
         if not known.get("include_usage"):
             sent[_STREAM_OPTIONS] = {**known, "include_usage": True}
             added[_STREAM_OPTIONS] = options

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import threading
+import types
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, Final, cast
@@ -25,7 +26,7 @@ from rllm_trace._context import current
 from rllm_trace._guard import guard
 from rllm_trace.attributes import HEADER_CONVERSATION
 from rllm_trace.clients._call import ClientCall, Destination
-from rllm_trace.clients._decode import Operation, Reply
+from rllm_trace.clients._decode import UNREADABLE, Operation, Reply
 from rllm_trace.clients._direct import async_sender, sender
 from rllm_trace.routing import current_route, kept_header
 
@@ -41,6 +42,8 @@ _METHODS: Final = ("request", "_build_request", "_prepare_request", "_process_re
 _FOREIGN: Final = ("api-key", "x-api-key", "OpenAI-Organization", "OpenAI-Project", "Cookie")
 _ACCEPT_ENCODING: Final = "Accept-Encoding"
 """``identity`` where the app reads the answer itself: what was added is taken out of the bytes on their way."""
+_NOT_GIVEN: Final = frozenset({"NotGiven", "Omit"})
+"""The SDK's words for what was left out."""
 _RAW_RESPONSE: Final = "X-Stainless-Raw-Response"
 
 _call: ContextVar[ClientCall | None] = ContextVar("rllm_openai_call", default=None)
@@ -249,7 +252,8 @@ def _begin(client: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cli
             route.endpoint(scope)  # raises where its rollout was given up: the call must reach nobody, the app's own endpoint least of all
         return None
     with guard("client"):
-        call.plan()
+        if _is_sound(options):
+            call.plan()
         return call
     call.finish(Reply())
     return None
@@ -305,11 +309,21 @@ def _body(options: Any) -> Mapping[str, Any] | None:
     if body is None and isinstance(content := getattr(options, "content", None), (bytes, bytearray)):
         body = content
     if isinstance(body, (bytes, bytearray)):
-        body = msgspec.json.decode(body)
+        try:
+            body = msgspec.json.decode(body)
+        except UNREADABLE:
+            return None
     if not isinstance(body, Mapping):
         return None
     extra = options.extra_json
-    return cast("Mapping[str, Any]", body) if not extra else {**body, **extra}
+    return cast("Mapping[str, Any]", body) if not extra or not isinstance(extra, Mapping) else {**body, **extra}
+
+
+def _is_sound(options: Any) -> bool:
+    """False where the SDK is about to raise for what the app gave (``extra_body=[1]``): it is left alone, and the error is the app's."""
+    return isinstance(options.extra_json, (Mapping, types.NoneType)) and all(
+        isinstance(given, Mapping) or not given or type(given).__name__ in _NOT_GIVEN for given in (options.headers, options.params)
+    )
 
 
 def _destination(client: Any, options: Any) -> Destination:

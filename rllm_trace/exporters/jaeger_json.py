@@ -19,6 +19,7 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from rllm_trace import _given as given
 from rllm_trace import attributes as names
 from rllm_trace._plain import dumps, to_plain
 from rllm_trace.exporters.base import Wishes
@@ -42,7 +43,7 @@ class JaegerJSONExporter:
 
     def __init__(self, folder: str | os.PathLike[str], *, capture_content: bool | None = None, tokens: bool = False) -> None:
         self.wishes = Wishes(capture_content=capture_content, content_default=True, tokens=tokens)
-        self.folder = Path(folder)
+        self.folder = given.path(folder, "folder")
         self._lock = threading.Lock()
         self._owner = os.getpid()
 

@@ -17,6 +17,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
+from rllm_trace import _given as given
 from rllm_trace._plain import from_plain, to_plain
 from rllm_trace._tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from rllm_trace.exceptions import RllmWarning
@@ -45,7 +46,7 @@ class JSONLExporter:
 
     def __init__(self, path: str | os.PathLike[str], *, capture_content: bool | None = None, tokens: bool | None = None) -> None:
         self.wishes = Wishes(capture_content=capture_content, content_default=True, tokens=tokens)
-        self.path = Path(path)
+        self.path = given.path(path, "path")
         self._lock = threading.Lock()
         self._file: int | None = None
         self._owner = os.getpid()

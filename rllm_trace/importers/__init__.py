@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from rllm_trace import _given as given
 from rllm_trace.exceptions import ConfigurationError
 from rllm_trace.importers import langfuse, otlp, phoenix
 from rllm_trace.importers._files import documents
@@ -33,6 +34,7 @@ def import_episodes(path: str | os.PathLike[str], *, source: Source = "auto") ->
     ``"auto"`` goes by the first document. Raises ConfigurationError if there is nothing to import or nothing that is known, ValueError that
     names the file for one that does not fit the others.
     """
+    path = given.path(path, "path")
     if source != "auto" and source not in _SOURCES:
         raise ConfigurationError(f"got source={source!r}; expected 'auto' or one of {sorted(_SOURCES)}")
     first, document = next(documents(path), (Path(path), None))
