@@ -7,7 +7,7 @@ begin one, and keeping what is no valid call as text, with the reason, is the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -159,8 +159,9 @@ def one_json(text: str, *, key: str) -> Call:
 def parameter_types(tools: Tools, name: str) -> dict[str, Any]:
     """Of a function among the tools, the JSON schema type of each parameter that has one."""
     for tool in tools:
-        function = tool.get("function") or {}
+        function: dict[str, Any] = tool.get("function") or {}
         if function.get("name") == name:
-            properties: dict[str, Any] = (function.get("parameters") or {}).get("properties") or {}
-            return {key: schema.get("type") for key, schema in properties.items() if isinstance(schema, Mapping)}
+            parameters: dict[str, Any] = function.get("parameters") or {}
+            properties: dict[str, Any] = parameters.get("properties") or {}
+            return {key: cast("dict[str, Any]", schema).get("type") for key, schema in properties.items() if isinstance(schema, dict)}
     return {}
