@@ -105,6 +105,7 @@ def main() -> None:
             max_model_len=256,
             concurrency=64,
             save_every=options.steps + 1,
+            micro_batch_tokens=options.micro_batch_tokens,
             progress=False,
         )
         lines = [line for line in read_metrics(result.run_dir / "metrics.jsonl") if "rollouts/seconds" in line]
@@ -120,6 +121,9 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument(
+        "--micro-batch-tokens", type=int, default=None, help="for a machine with little memory; default: the engine's choice"
+    )
     return parser.parse_args()
 
 

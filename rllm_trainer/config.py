@@ -17,7 +17,7 @@ import msgspec
 
 from rllm_trainer.cluster.layout import ClusterLayout
 from rllm_trainer.exceptions import SettingError
-from rllm_trainer.serving_settings import FireworksSettings, InFlight, Serving, VllmSettings, check_serving
+from rllm_trainer.serving_settings import FireworksSettings, InFlight, LocalSettings, Serving, VllmSettings, check_serving
 
 __all__ = [
     "Constrained",
@@ -172,6 +172,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     in_flight: InFlight | None = None
     """Calls in flight at a swap: ``keep`` (they go on with the new weights, versions told token by token), ``abort`` (they end as they
     are) or ``wait`` (they end first); None: keep where the server can tell versions, else wait."""
+    local: LocalSettings | None = None
+    """How the local server reads replies: {"tool_format": "llama", "reasoning": "think"}."""
     vllm: VllmSettings | None = None
     """How vLLM is started."""
     fireworks: FireworksSettings | None = None
@@ -268,6 +270,7 @@ class SettingsKw(TypedDict, total=False):
     serving_key: str | None
     replicas: int
     in_flight: InFlight | None
+    local: LocalSettings | dict[str, Any] | None
     vllm: VllmSettings | dict[str, Any] | None
     fireworks: FireworksSettings | dict[str, Any] | None
     port: int
@@ -372,7 +375,12 @@ def _convert(given: Mapping[str, Any]) -> Settings:
         )
     if values.get("replaces") == []:
         raise SettingError("replaces=[] names no model, so no call would go to the policy; leave it out to replace all of them")
-    for nested, struct in (("lora", LoraSettings), ("cluster", ClusterLayout), ("overlong_penalty", OverlongPenalty)):
+    for nested, struct in (
+        ("lora", LoraSettings),
+        ("cluster", ClusterLayout),
+        ("overlong_penalty", OverlongPenalty),
+        ("local", LocalSettings),
+    ):
         known = struct.__struct_fields__
         if isinstance(values.get(nested), Mapping):
             values[nested] = dict(cast("Mapping[str, Any]", values[nested]))

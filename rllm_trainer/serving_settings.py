@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FireworksSettings",
     "InFlight",
+    "LocalSettings",
     "Serving",
     "VllmSettings",
     "check_serving",
@@ -29,6 +30,15 @@ __all__ = [
 
 Serving = Literal["auto", "local", "vllm", "sglang", "fireworks", "openai-compatible"]
 InFlight = Literal["keep", "abort", "wait"]
+
+
+class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the local server reads what the model writes: ``local={"tool_format": "llama", "reasoning": "think"}``."""
+
+    tool_format: Literal["hermes", "qwen", "llama", "deepseek"] | None = None
+    """How it writes tool calls; None: as its chat template shows."""
+    reasoning: Literal["think"] | None = None
+    """``think``: what stands between <think> and </think> is told apart from the content; None: it is content."""
 
 
 class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +81,7 @@ def check_serving(settings: Settings, given: Collection[str]) -> None:
     idle: dict[str, tuple[bool, str]] = {
         "serving_url": (serving not in _TAKES_URL, f"serving={serving!r} goes to no given URL"),
         "serving_key": (ours, "a server of ours makes its own key"),
+        "local": (serving not in ("auto", "local"), f"serving is {serving!r}"),
         "vllm": (serving != "vllm" or attached, "no vLLM is started"),
         "fireworks": (serving != "fireworks", f"serving is {serving!r}"),
         "replicas": (not ours, "no server is started"),
@@ -79,6 +90,8 @@ def check_serving(settings: Settings, given: Collection[str]) -> None:
     for name, (without_effect, why) in idle.items():
         if without_effect and name in given:
             raise SettingError(f"{name} would have no effect: {why}; leave it out")
+    if settings.continuation == "exact" and serving not in ("auto", "local"):
+        raise SettingError(f"continuation='exact' needs a server that keeps the ids of a chat; serving={serving!r} does not, 'local' does")
     if serving in _DRAINED and settings.in_flight not in (None, "wait"):
         raise SettingError(
             f"in_flight={settings.in_flight!r}: {serving} does not say which weights sampled which token, so calls must end before a swap; "

@@ -12,7 +12,7 @@ from rllm_trainer.config import Settings
 from rllm_trainer.exceptions import ServerError, SettingError
 from rllm_trainer.serving.base import Server
 from rllm_trainer.serving.remote import DoorServer, read_key
-from rllm_trainer.serving_settings import VllmSettings, in_flight_of, key_name, urls_of
+from rllm_trainer.serving_settings import LocalSettings, VllmSettings, in_flight_of, key_name, urls_of
 
 __all__ = ["start_serving"]
 
@@ -70,6 +70,7 @@ def _local(ask: _Ask) -> Server:
     from rllm_trainer.serving.local import LocalServer
 
     settings = ask.settings
+    how = settings.local or LocalSettings()
     return LocalServer.start(
         ask.folder,
         run_dir=ask.logs,
@@ -78,6 +79,8 @@ def _local(ask: _Ask) -> Server:
         port=settings.port,
         continuation=settings.continuation,
         in_flight=in_flight_of(settings),
+        tool_format=how.tool_format,
+        reasoning=how.reasoning,
     )
 
 
