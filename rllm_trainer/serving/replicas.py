@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -21,7 +22,7 @@ from rllm_trace.routing import Endpoint
 from rllm_trainer._digest import file_digest
 from rllm_trainer.engine.base import WeightsFile
 from rllm_trainer.exceptions import ServerError
-from rllm_trainer.serving.base import Capabilities, Probe, Server, SwapReport
+from rllm_trainer.serving.base import Capabilities, Continues, Probe, Server, SwapReport
 from rllm_trainer.types import Float32, Int32
 
 __all__ = ["Replicas"]
@@ -128,6 +129,11 @@ class Replicas:
                 self._open[episode.id] = episode, member
             return _endpoint(member)
 
+    def continuations(self) -> Counter[str]:
+        """See ``Continues``: of all together; what a server had counted that was started again is lost."""
+        servers = [member.server for member in self._members]
+        return sum((server.continuations() for server in servers if isinstance(server, Continues)), Counter[str]())
+
     def swap(self, weights: WeightsFile, *, probe: Probe | None = None) -> SwapReport:
         """All of them, each proven.
 
@@ -136,18 +142,22 @@ class Replicas:
         """
         with self._swapping:
             self._whole(time.monotonic() + _REVIVAL)
-            with ThreadPoolExecutor(len(self._members)) as pool:
-                futures = [pool.submit(member.server.swap, weights, probe=probe) for member in self._members]
-            errors = {i: error for i, future in enumerate(futures) if (error := future.exception()) is not None}
+            reports, errors = self._swap_each(self._members, weights, probe)
+            died = [member for member in self._members if member.number in errors and self._is_gone(member)]
+            if died:
+                self._whole(time.monotonic() + _REVIVAL)
+                again, errors_again = self._swap_each(died, weights, probe)
+                reports |= again
+                errors = {n: error for n, error in errors.items() if n not in again} | errors_again
             if errors:
                 raise self._put_back(weights, errors)
             self._current = weights
-        reports = [future.result() for future in futures]
+        told = list(reports.values())
         return msgspec.structs.replace(
-            max(reports, key=lambda report: report.seconds),
-            requests_in_flight=sum(report.requests_in_flight for report in reports),
-            max_difference=max(report.max_difference for report in reports),
-            proof="logprobs" if all(report.proof == "logprobs" for report in reports) else "digest",
+            max(told, key=lambda report: report.seconds),
+            requests_in_flight=sum(report.requests_in_flight for report in told),
+            max_difference=max(report.max_difference for report in told),
+            proof="logprobs" if all(report.proof == "logprobs" for report in told) else "digest",
         )
 
     def prompt_logprobs(self, rows: Sequence[Int32], *, temperature: float = 1.0) -> list[Float32]:
@@ -174,6 +184,11 @@ class Replicas:
             with self._changed:
                 member.draining = False
 
+    def wait_restarted(self, count: int, *, timeout: float) -> bool:
+        """Wait until so many servers have been started again since the start; False after ``timeout`` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.restarted >= count, timeout)
+
     def close(self) -> None:
         self._closed.set()
         with self._changed:
@@ -181,6 +196,21 @@ class Replicas:
         for member in self._members:
             with suppress(Exception):
                 member.server.close()
+
+    def _swap_each(
+        self, members: Sequence[_Member], weights: WeightsFile, probe: Probe | None
+    ) -> tuple[dict[int, SwapReport], dict[int, BaseException]]:
+        """What came of each, by number."""
+        with ThreadPoolExecutor(len(members)) as pool:
+            futures = {member.number: pool.submit(member.server.swap, weights, probe=probe) for member in members}
+        errors = {number: error for number, future in futures.items() if (error := future.exception()) is not None}
+        return {number: future.result() for number, future in futures.items() if number not in errors}, errors
+
+    def _is_gone(self, member: _Member) -> bool:
+        """Whether it has died; then it is being started again."""
+        if member.up:
+            self._check(member)
+        return not member.up
 
     def _any(self) -> _Member:
         with self._lock:
@@ -250,6 +280,8 @@ class Replicas:
             if self._closed.is_set():
                 return
             with self._changed:
+                if not member.up:
+                    return
                 member.up = False
             threading.Thread(target=self._revive, args=(member, error), name=f"rllm-revive-{member.number}", daemon=True).start()
 

@@ -19,12 +19,15 @@ from rllm_trainer.types import Float32, Int32
 
 MODEL = "tiny-qwen2"
 MAX_MODEL_LEN = 1024
+STARTS_WITHIN = 1200
+"""Seconds for a test, the start of its server included: half a minute on a free machine."""
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.timeout(STARTS_WITHIN))
 
 
 @pytest.fixture(scope="session")
