@@ -142,8 +142,9 @@ class Replicas:
         """
         with self._swapping:
             self._whole(time.monotonic() + _REVIVAL)
+            servers = self.servers
             reports, errors = self._swap_each(self._members, weights, probe)
-            died = [member for member in self._members if member.number in errors and self._is_gone(member)]
+            died = [self._members[number] for number in errors if self._is_gone(self._members[number], servers[number])]
             if died:
                 self._whole(time.monotonic() + _REVIVAL)
                 again, errors_again = self._swap_each(died, weights, probe)
@@ -206,11 +207,11 @@ class Replicas:
         errors = {number: error for number, future in futures.items() if (error := future.exception()) is not None}
         return {number: future.result() for number, future in futures.items() if number not in errors}, errors
 
-    def _is_gone(self, member: _Member) -> bool:
-        """Whether it has died; then it is being started again."""
-        if member.up:
+    def _is_gone(self, member: _Member, server: Checked) -> bool:
+        """Whether ``server`` has died; then its place is being filled, or has been."""
+        if member.up and member.server is server:
             self._check(member)
-        return not member.up
+        return not member.up or member.server is not server
 
     def _any(self) -> _Member:
         with self._lock:
