@@ -188,8 +188,10 @@ def _added(turn: _Turn, message: Mapping[str, Any]) -> tuple[str | None, str | N
     reply = turn.reply
     if text in (given, given + reply.stop, reply.text):
         return "", None
-    if reply.end is None and not message.get("tool_calls") and text.startswith(reply.text) and reply.text:
-        return text[len(reply.text) :], None
+    if reply.end is None and not message.get("tool_calls"):
+        for so_far in (reply.text, given + reply.stop):
+            if so_far and text.startswith(so_far):
+                return text[len(so_far) :], None
     return None, _WHITESPACE if text.split() == given.split() else _CHANGED
 
 
