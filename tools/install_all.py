@@ -1,9 +1,10 @@
 """Installs this checkout with all that its tests and examples use, around the torch that is there.
 
-    install_all.py FOLDER[EXTRAS] [REQUIREMENT ...]
+    install_all.py [--copied] FOLDER[EXTRAS] [REQUIREMENT ...]
 
-uv settles the set in seconds, where pip gives up on it after minutes of trying older releases. It reads none of pip's settings, so the
-package index, further indexes, folders of wheels and certificates that pip is set up with are handed on.
+``--copied``: as a user has it, in site-packages, and anew each time; else editable. uv settles the set in seconds, where pip gives up on it
+after minutes of trying older releases. It reads none of pip's settings, so the package index, further indexes, folders of wheels and
+certificates that pip is set up with are handed on.
 """
 
 import contextlib
@@ -12,6 +13,8 @@ import os
 import subprocess
 import sys
 
+DISTRIBUTION = "rllm-trace"
+COPIED = "--copied"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 
@@ -20,7 +23,8 @@ def main() -> int:
     if bootstrap := subprocess.run([*PIP, "install", "--quiet", "uv>=0.8"], check=False).returncode:
         return bootstrap
     command, environment = uv_install()
-    wanted = ["--editable", *sys.argv[1:]]
+    given = sys.argv[1:]
+    wanted = ["--reinstall-package", DISTRIBUTION, *given[1:]] if given[0] == COPIED else ["--editable", *given]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         wanted.append(f"torch=={importlib.metadata.version('torch')}")
     return subprocess.run([*command, *wanted], env=environment, check=False).returncode

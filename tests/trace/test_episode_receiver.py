@@ -12,11 +12,13 @@ import pytest
 
 import rllm_trace as rllm
 from rllm_trace._assembly import INCOMPLETE, Assembly
+from rllm_trace._disclosure import Disclosure
 from rllm_trace._guard import counters
 from rllm_trace._spans import Span
 from rllm_trace.episode_receiver import EpisodeReceiver
 from rllm_trace.episodes import build_episode
 from rllm_trace.exporters import OTLPExporter
+from rllm_trace.exporters._readable import converter
 from rllm_trace.testing import Reply, ReplyChoice, ScriptedServer
 
 
@@ -86,6 +88,7 @@ import os, sys
 import openai
 import rllm_trace as rllm
 from rllm_trace.exporters import OTLPExporter
+from rllm_trace.exporters._readable import converter
 
 rllm.configure(exporters=[OTLPExporter(tokens=True, compression="gzip")], capture_content=True, tokens=True)
 client = openai.OpenAI(base_url=sys.argv[1], api_key="scripted", max_retries=0)
@@ -157,3 +160,24 @@ def test_a_workflow_of_this_process_takes_the_spans_of_others_in(spans: dict[str
     (episode,) = episodes
     assert [call.span_id for call in episode.calls] == ["00000000000000c1"]
     assert receiver.episodes == []
+
+
+def test_a_span_that_is_sent_twice_is_in_the_record_once(spans: dict[str, Span]) -> None:
+    """A sender that has not heard that its batch arrived sends it again, also to a workflow that runs here."""
+
+    @rllm.workflow
+    def app() -> None:
+        handle = rllm.current_episode()
+        assert handle is not None
+        chat = spans["chat"].copy()
+        chat.episode_id = handle.id
+        for _ in range(2):
+            with EpisodeReceiver() as receiver:
+                sink = OTLPExporter(f"{receiver.http_endpoint}/v1/traces", headers=receiver.headers, tokens=True, environ={})
+                convert = converter("test")
+                assert sink.deliver([convert(chat, Disclosure(content=True, tokens=True))]) == 1
+                sink.shutdown()
+
+    with rllm.collect() as episodes:
+        app()
+    assert [call.span_id for call in episodes[0].calls] == ["00000000000000c1"]

@@ -170,3 +170,60 @@ if __name__ == "__main__":
 def test_without_the_option_processes_are_as_they_were(app: Callable[..., str]) -> None:
     """Nothing is wrapped before it is asked for, all is restored after, and no receiver is left over."""
     assert json.loads(app(OFF)) == [[0, [], "completed"]]
+
+
+COLLECTED = """
+from concurrent.futures import ProcessPoolExecutor
+
+@rllm.reward
+def right(n):
+    return n / 100
+
+@rllm.workflow(metadata={"where": "child"})
+def solve(n):
+    with rllm.agent("solver"):
+        ask(n)
+    right(n)
+    return n
+
+def deeper(method, n):
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        return pool.map(solve, [n])
+
+@rllm.workflow
+def fails(n):
+    ask(n)
+    raise ValueError("boom")
+
+if __name__ == "__main__":
+    rllm.configure(processes=True)
+    context = multiprocessing.get_context(sys.argv[1])
+    with ProcessPoolExecutor(1, mp_context=context) as executor:
+        assert executor.submit(solve, 9).result(200) == 9
+        with rllm.collect() as episodes:
+            assert list(executor.map(solve, range(10, 14))) == [10, 11, 12, 13]
+            executor.submit(fails, 14).exception(200)
+            executor.submit(deeper, sys.argv[1], 15).result(200)
+            process = context.Process(target=solve, args=(16,))
+            process.start()
+            process.join(200)
+        assert executor.submit(solve, 17).result(200) == 17
+    rllm.add_reward(1.0, name="human", episode_id=episodes[0].id)
+    show(sorted(episodes, key=lambda e: e.started))
+    print(json.dumps(sorted((str(e.output), e.reward, e.metadata) for e in episodes if e.id != episodes[0].id)))
+    print(episodes[0].rewards, len({e.id for e in episodes}), rllm.stats()["recorded"]["episode"])
+    print(rllm.stats()["dropped"], rllm.stats()["faults"], rllm.stats()["late"])
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_collect_has_the_episodes_that_processes_begin_outside_any_workflow(app: Callable[..., str], method: str) -> None:
+    """Those that a pool is given, that a process starts with, and that a child's own pool is given: each is there whole, once."""
+    shown, rewards, late_reward, counted = app(COLLECTED, method).splitlines()
+    found = sorted(json.loads(shown), key=lambda episode: episode[1])
+    assert found == [[None if n == 14 else n, [n], "failed" if n == 14 else "completed"] for n in range(10, 17)]
+    assert all(metadata == {"where": "child"} for output, _, metadata in json.loads(rewards) if output != "None")
+    assert all(reward == int(output) / 100 for output, reward, _ in json.loads(rewards) if output != "None")
+    assert "human" in late_reward
+    assert late_reward.endswith("7 7")
+    assert counted == "{} {} {}"

@@ -39,7 +39,7 @@ def app(actor, later, first):
     return ray.get([*tasks, remote(actor.sync)(first + 2), remote(later.later)(first + 3)])
 
 if __name__ == "__main__":
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
     try:
         actor, later = Actor.options(num_cpus=0).remote(0), AsyncActor.options(num_cpus=0).remote()
         with rllm.collect() as episodes:
