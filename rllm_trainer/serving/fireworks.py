@@ -53,7 +53,7 @@ def attach_fireworks(
     }
     swaps = deployment.bucket is not None
     capabilities = Capabilities(
-        token_ids=True, logprobs=True, processed_logprobs=True, swap=swaps, lora_swap=swaps, per_token_versions=False, token_prompts=True
+        token_ids=True, logprobs=True, processed_logprobs=True, swap=swaps, lora_swap=False, per_token_versions=False, token_prompts=True
     )
     return DoorServer.open(
         config,

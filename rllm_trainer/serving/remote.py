@@ -156,14 +156,8 @@ class DoorServer:
         salt = secrets.token_hex(8)
         row = _cacheable(probe)
         self._cached(row, salt)
-        done = self._call("swap", self._order(weights))
-        self._version = int(self.stats()["version"])
-        if self._version != weights.version:
-            raise SwapNotProven(f"after the swap to version {weights.version} {self._name} is at version {self._version}")
+        report = self.swap_unproven(weights)
         self._require_cleared(row, salt)
-        report = SwapReport(
-            version=weights.version, seconds=done["seconds"], requests_in_flight=done["in_flight"], proof="digest", max_difference=0.0
-        )
         if probe is None or before is None:
             self._prove_by_digest(weights)
             return report
@@ -171,6 +165,16 @@ class DoorServer:
         if verdict.proof == "digest":
             self._prove_by_digest(weights)
         return msgspec.structs.replace(report, proof=verdict.proof, max_difference=verdict.max_difference)
+
+    def swap_unproven(self, weights: WeightsFile) -> SwapReport:
+        """The swap alone; the version is read back."""
+        done = self._call("swap", self._order(weights))
+        self._version = int(self.stats()["version"])
+        if self._version != weights.version:
+            raise SwapNotProven(f"after the swap to version {weights.version} {self._name} is at version {self._version}")
+        return SwapReport(
+            version=weights.version, seconds=done["seconds"], requests_in_flight=done["in_flight"], proof="digest", max_difference=0.0
+        )
 
     def prompt_logprobs(self, rows: Sequence[Int32], *, temperature: float = 1.0) -> list[Float32]:
         if temperature != 1.0:

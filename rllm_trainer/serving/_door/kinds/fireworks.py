@@ -54,6 +54,8 @@ class Fireworks:
         return None
 
     async def swap(self, order: SwapOrder) -> SwapDone:
+        if order.lora:
+            raise SwapFailed("got an adapter; Fireworks is given whole weights; the old weights stay served")
         if self._bucket is None:
             raise SwapFailed("there is no bucket to put weights into; the old weights stay served")
         if order.in_flight != "wait":
@@ -67,7 +69,7 @@ class Fireworks:
             paused = time.monotonic()
             body = {"identity": identity, "reset_prompt_cache": True}
             await self._upstream.call("POST", self._url(), body, headers=self._headers())
-            await self._until_ready(identity, started + order.timeout, adapter=order.lora)
+            await self._until_ready(identity, started + order.timeout)
             self._flow.version = order.version
             await self._upstream.call("POST", _TEXT, {"model": await self._name(), "prompt": [0], "max_tokens": 1})
             resumed = time.monotonic()
@@ -76,7 +78,7 @@ class Fireworks:
     async def held_digest(self) -> str | None:
         return None
 
-    async def _until_ready(self, identity: str, deadline: float, *, adapter: bool) -> None:
+    async def _until_ready(self, identity: str, deadline: float) -> None:
         stage: Any = None
         while time.monotonic() < deadline:
             told = await self._upstream.call("GET", self._url(), headers=self._headers())
@@ -86,7 +88,7 @@ class Fireworks:
                 stage = loading.get("stage")
                 if stage == "error" and loading.get("target_snapshot_identity") == identity:
                     raise SwapFailed(f"Fireworks could not load the snapshot {identity}: {loading}; the old weights stay served")
-            if replicas and all(_serves(replica, identity, adapter=adapter) for replica in replicas):
+            if replicas and all(_serves(replica, identity) for replica in replicas):
                 return
             await asyncio.sleep(self._poll)
         raise SwapFailed(f"Fireworks had not loaded the snapshot {identity} at the deadline; it was at stage {stage}")
@@ -107,9 +109,7 @@ class Fireworks:
         return {"fireworks-model": self._model, "fireworks-deployment": self._deployment}
 
 
-def _serves(replica: dict[str, Any], identity: str, *, adapter: bool) -> bool:
-    if adapter:
-        return any(a.get("identity") == identity and a.get("status") == "loaded" for a in replica.get("loaded_adapters") or ())
+def _serves(replica: dict[str, Any], identity: str) -> bool:
     return bool(replica.get("readiness")) and replica.get("current_snapshot_identity") == identity
 
 
