@@ -18,6 +18,7 @@ import msgspec
 from rllm_trace._plain import from_plain, to_plain
 from rllm_trace.exporters.jsonl import JSONLExporter, iter_episodes
 from rllm_trace.types import Episode
+from rllm_trainer.rollout.faults import leaves_gradient
 from rllm_trainer.types import Fault, Group, Rollout
 
 __all__ = ["EPISODES_FILE", "ROLLOUTS_FILE", "RolloutLine", "RolloutLog", "Split", "groups_of", "read_lines", "read_rollouts"]
@@ -88,8 +89,9 @@ class RolloutLog:
             self.write(msgspec.structs.replace(rollout, episode=episode), step=step, split=split, kind="extra")
 
     def read(self, steps: Iterable[int]) -> dict[int, list[Rollout]]:
-        """Training step -> its rollouts on file."""
-        return read_rollouts(self._folder, steps=steps)
+        """Training step -> the rollouts on file that may be taken over: what ended by a fault that is not the policy's is made again."""
+        found = read_rollouts(self._folder, steps=steps)
+        return {step: [r for r in rollouts if not leaves_gradient(r.fault)] for step, rollouts in found.items()}
 
     def close(self) -> None:
         self._file.close()

@@ -1,7 +1,7 @@
 """A short run of `fit` on the tiny model, as a process of its own that a test can break: python run.py FOLDER [--steps N] ...
 
-Prints one JSON line: the digest of the trained weights and what each step trained. ``--at N`` does what ``--do`` says in the N-th run
-of the app: one at a time, so that it is always the same moment.
+Prints one JSON line: where the trained model is, what each step came to, and every token that it trained. ``--at N`` does what
+``--do`` says in the N-th run of the app: one at a time, so that it is always the same moment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import psutil
 
 import rllm_trace as rllm
 from rllm_trainer import checkpoint, fit
-from rllm_trainer._digest import file_digest
+from rllm_trainer.rollout.record import read_rollouts
 
 CHILDREN = "children.json"
 """Pids of the run's child processes, as its app saw them."""
@@ -56,7 +56,8 @@ def fault(options: argparse.Namespace) -> None:
     """What goes wrong in this run of the app, if anything."""
     global runs
     runs += 1
-    (options.folder.parent / CHILDREN).write_text(json.dumps(children()))
+    if runs == 1:
+        (options.folder.parent / CHILDREN).write_text(json.dumps(children()))
     if runs != options.at:
         return
     match options.do:
@@ -106,7 +107,11 @@ def main() -> None:
         progress=False,
     )
     steps = [[line["step"], line["reward/mean"], line["loss"], line["grad_norm"]] for line in result.metrics if "loss" in line]
-    print(json.dumps({"weights": file_digest(result.model_path / "model.safetensors"), "steps": steps, "warnings": result.warnings}))
+    tokens = {
+        step: sorted([r.task_id, r.index, *r.episode.calls[0].choices[0].token_ids.tolist()] for r in rollouts if r.episode is not None)
+        for step, rollouts in read_rollouts(result.run_dir).items()
+    }
+    print(json.dumps({"model": str(result.model_path), "steps": steps, "tokens": tokens, "warnings": result.warnings}))
 
 
 def _kill_in_save(number: int) -> None:
