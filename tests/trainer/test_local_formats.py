@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import openai
 import pytest
 
+from rllm_trainer.models import resolve_model
 from rllm_trainer.serving._local.formats import FORMATS, format_of
 from rllm_trainer.serving._local.formats.base import Call, ToolParser
 from rllm_trainer.serving._local.formats.reading import Part, ReplyReader
 from rllm_trainer.serving._local.formats.thinking import Thinking, Thought
+from rllm_trainer.serving.local import LocalServer
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -144,3 +147,44 @@ def test_thinking_is_told_apart(begun: bool, text: str, expected: list[Part]) ->
 def test_the_chat_template_shows_the_format(template: str, form: str) -> None:
     """Calls are read as the model's own template prints them."""
     assert format_of(template).name == form
+
+
+BEGINS_THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}"""
+THOUGHT = {"type": "json_schema", "json_schema": {"name": "t", "schema": {"const": "hm</think>yes"}}}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """Of a server whose template begins the thinking."""
+    server = LocalServer.start(
+        resolve_model("tiny-qwen2"),
+        run_dir=tmp_path_factory.mktemp("thinking"),
+        name="policy",
+        threads=1,
+        max_model_len=512,
+        chat_template=BEGINS_THINKING,
+        reasoning="think",
+    )
+    with openai.OpenAI(base_url=server.base_url, api_key=server.api_key) as client:
+        yield client
+    server.close()
+
+
+def test_thinking_comes_beside_the_content(client: openai.OpenAI) -> None:
+    """Whole and streamed, a reply's thinking is reasoning_content, in every chunk and message, and a reasoning item of a response."""
+    asked: Any = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "response_format": THOUGHT, "max_tokens": 60}
+    message: Any = client.chat.completions.create(**asked).choices[0].message
+    assert (message.reasoning_content, message.content) == ('"hm', 'yes"')
+    deltas: list[Any] = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == '"hm'
+    assert "".join(delta.content or "" for delta in deltas) == 'yes"'
+    form: Any = {"format": {"type": "json_schema", "name": "t", "schema": {"const": "hm</think>yes"}}}
+    thinking, text = client.responses.create(model="policy", input="hi", text=form, max_output_tokens=60).output
+    assert thinking.type == "reasoning"
+    assert thinking.content is not None
+    assert thinking.content[0].text == '"hm'
+    assert text.type == "message"
