@@ -109,7 +109,9 @@ class CpuReplicaServer:
             path = Path(folder) / "model.safetensors"
             await asyncio.to_thread(write_tensors, path, raw)
             weights = await asyncio.to_thread(self._loader.load, path, lora=False)
-            await asyncio.wrap_future(_future(self._scheduler.swap(weights, version)))
+            swapped = self._scheduler.swap(weights, version)
+            self._scheduler.resume()  # the swap comes before the next token, and is done with it
+            await asyncio.wrap_future(_future(swapped))
         self._loader.served = weights
         self._updates += 1
         return len(given)

@@ -23,6 +23,7 @@ ON_RAY = ("cluster", "direct-ray")
 _ONLY_DIRECT: dict[str, str] = {
     "fireworks": "verl serves the policy itself",
     "in_flight": "verl's own modes say what becomes of requests at an update: cluster={'mode': ...}",
+    "limits": "verl's trainer takes the steps; use engine='direct-ray'",
     "port": "replicas have no port of their own; each node's front takes a free one",
     "refill": "verl draws the rows of a step at once; use engine='direct-ray'",
     "replicas": "their number follows from the ranks and cluster={'rollout_tensor_parallel': ...}",

@@ -38,6 +38,7 @@ _LATEST = "latest_checkpointed_iteration.txt"
 _STARTS = 600.0
 _WAIT = 0.5
 _MOST_LENGTH = 16_384
+_MOST_WORDS = 1500
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 _CPU_ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
@@ -195,7 +196,7 @@ def _got(ray: Any, reference: Any, timeout: float | None) -> Any:
 
 def _words(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {' | '.join(lines[-12:])}"
+    return f"{type(error).__name__}: {' | '.join(lines[-12:])[-_MOST_WORDS:]}"
 
 
 def _complete(model: Path, target: Path) -> None:

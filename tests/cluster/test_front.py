@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +53,8 @@ def client() -> ScriptedClient:
 
 
 @pytest.fixture(scope="module")
-def address(model: Path, client: ScriptedClient) -> Iterator[FrontAddress]:
-    yield Front(str(model), name="policy", max_len=256, client=client, host="127.0.0.1", exact=False).start()
+def address(model: Path, client: ScriptedClient) -> FrontAddress:
+    return Front(str(model), name="policy", max_len=256, client=client, host="127.0.0.1", exact=False).start()
 
 
 def ask(address: FrontAddress, body: dict[str, Any], *, session: str = "s1", token: str | None = None) -> tuple[int, dict[str, Any]]:

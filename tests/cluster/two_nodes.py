@@ -1,4 +1,7 @@
-"""One run on a simulated Ray cluster of two nodes, in a process of its own: ``python two_nodes.py RUN_DIR SETTINGS_JSON [EVAL_ROWS]``."""
+"""One run on a simulated Ray cluster of two nodes, in a process of its own: ``python two_nodes.py RUN_DIR SETTINGS EVAL_ROWS APP``.
+
+``SETTINGS`` is JSON; ``gpus_a_node`` among them is the cluster's, all others are ``fit``'s.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
@@ -13,21 +17,26 @@ from ray.cluster_utils import Cluster
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "cluster"))
 
 from app import add_up, bills, close
+from cluster_apps import in_a_child, two_at_once
 
 from rllm_trainer import fit
 
+APPS: dict[str, Any] = {"add_up": add_up, "two_at_once": two_at_once, "in_a_child": in_a_child}
 
-def main(run_dir: str, settings: str, eval_rows: str = "0") -> None:
+
+def main(run_dir: str, settings: str, eval_rows: str = "0", app: str = "add_up") -> None:
     given = json.loads(settings)
+    os.environ |= {"RAY_memory_monitor_refresh_ms": "0"}  # both nodes would count the memory of the one machine
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray refuses logical GPUs where it is empty
+    gpus = given.pop("gpus_a_node", 1)
     cluster = Cluster()
     for _ in range(2):
-        cluster.add_node(num_cpus=16, num_gpus=given.pop("gpus_a_node", 1), object_store_memory=200 * 2**20)
+        cluster.add_node(num_cpus=16, num_gpus=gpus, object_store_memory=200 * 2**20)
     ray.init(address=cluster.address, log_to_driver=False)
     try:
         held_out = bills(int(eval_rows), seed=99) if int(eval_rows) else None
         result = fit(
-            add_up,
+            APPS[app],
             bills(16, seed=0),
             reward=close,
             output_dir=run_dir,
