@@ -1,6 +1,7 @@
 """Random schedules against a server that logs what it sent: no call lost, none mixed, no id and no logprob altered.
 
-``RLLM_FUZZ_CALLS`` sets the number of calls (2,000 by default), ``RLLM_FUZZ_SEED`` the schedule.
+``RLLM_TEST_FUZZ_CALLS`` sets the number of calls (2,000 by default), ``RLLM_TEST_FUZZ_SEED`` the first schedule. Workflows run in threads, in event
+loops, and spread over processes of a pool; with ``pytest -s`` the figures are printed.
 """
 
 from __future__ import annotations
@@ -8,31 +9,46 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import multiprocessing
 import os
 import random
 import threading
+import warnings
+from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import openai
 import pytest
 
+import rllm_trace as rllm
 from rllm_trace._decorators import workflow
 from rllm_trace.clients import ensure
 from rllm_trace.rollouts import rollout
 from rllm_trace.testing import Exchange, Reply, ReplyChoice, ScriptedServer
 from rllm_trace.types import Episode, Logprobs, ModelCall
 
-CALLS = int(os.environ.get("RLLM_FUZZ_CALLS", "2000"))
-SEED = int(os.environ.get("RLLM_FUZZ_SEED", "0"))
+CALLS = int(os.environ.get("RLLM_TEST_FUZZ_CALLS", "2000"))
+SEED = int(os.environ.get("RLLM_TEST_FUZZ_SEED", "0"))
+CALLS_PER_ROUND = 2_000
+"""Calls of one schedule; what it recorded is compared before the next one begins."""
 CALLS_PER_WORKFLOW = 10
 CONCURRENT = 16
+PROCESSES = 2
+
+Kind = Literal["threads", "loop", "processes"]
 
 SHAPES = ("create", "stream", "raw", "raw stream", "streaming response", "close early", "drop", "helper", "cancel", "timeout")
 """What is done with a call; the last two only by asynchronous workflows."""
 FATES = ("good", "good", "good", "good", "retried", "error", "cut", "silent")
 """What the server does with it."""
+
+
+KINDS: tuple[Kind, ...] = ("threads", "loop", "threads", "loop", "processes")
+if find_spec("opentelemetry.proto") is None:
+    KINDS = ("threads", "loop")  # what children record comes home as OTLP
 
 
 class Plan:
@@ -77,11 +93,12 @@ class Schedule:
 
     def __init__(self, seed: int, calls: int) -> None:
         draw = random.Random(seed)
-        self.workflows: list[tuple[bool, list[Plan]]] = []
+        self.workflows: list[tuple[Kind, list[Plan]]] = []
         for number in range(max(1, calls // CALLS_PER_WORKFLOW)):
-            is_async = draw.random() < 0.5
+            kind: Kind = draw.choice(KINDS)
+            is_async = kind == "loop"
             plans = [Plan(f"{number}-{position}", draw, is_async=is_async) for position in range(CALLS_PER_WORKFLOW)]
-            self.workflows.append((is_async, plans))
+            self.workflows.append((kind, plans))
         self.plans = {plan.key: plan for _, plans in self.workflows for plan in plans}
 
     def answer(self, exchange: Exchange) -> Reply:
@@ -183,14 +200,37 @@ def clients() -> Iterator[Any]:
         each.close()
 
 
-def run_workflow(server: ScriptedServer, client: Any, is_async: bool, plans: list[Plan]) -> Episode:
-    def one(plan: Plan) -> None:
+def one_after_another(client: openai.OpenAI, plans: list[Plan]) -> None:
+    for plan in plans:
         try:
-            run_sync(client(server), plan)
+            run_sync(client, plan)
         except Exception as error:
             if not is_expected(error):
                 raise
+    if any(plan.shape == "drop" for plan in plans):
+        gc.collect()
 
+
+def in_child(base_url: str, api_key: str, plans: list[Plan]) -> int:
+    """Makes the calls in a process of the pool; gives its id."""
+    http = openai.DefaultHttpxClient(verify=False)
+    with openai.OpenAI(base_url=base_url, api_key=api_key, http_client=http, timeout=30) as client:
+        one_after_another(client, plans)
+    return os.getpid()
+
+
+@pytest.fixture
+def pool() -> Iterator[ProcessPoolExecutor]:
+    """Processes that were forked before the test starts threads, and are not this one."""
+    executor = ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("fork"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking beside the recorder's idle thread is meant
+        assert executor.submit(os.getpid).result(60) != os.getpid()
+    yield executor
+    executor.shutdown(cancel_futures=True)
+
+
+def run_workflow(server: ScriptedServer, client: Any, pool: ProcessPoolExecutor, kind: Kind, plans: list[Plan]) -> Episode:
     async def all_of_them() -> None:
         http = openai.DefaultAsyncHttpxClient(verify=False)
         async with openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key, http_client=http, timeout=30) as shared:
@@ -200,13 +240,16 @@ def run_workflow(server: ScriptedServer, client: Any, is_async: bool, plans: lis
 
     @workflow
     def app() -> None:
-        if is_async:
+        if kind == "processes":
+            half = len(plans) // 2
+            parts = [pool.submit(in_child, server.base_url, server.api_key, part) for part in (plans[:half], plans[half:])]
+            assert os.getpid() not in [part.result(300) for part in parts]
+        elif kind == "loop":
             asyncio.run(all_of_them())
+            if any(plan.shape == "drop" for plan in plans):
+                gc.collect()
         else:
-            for plan in plans:
-                one(plan)
-        if any(plan.shape == "drop" for plan in plans):
-            gc.collect()
+            one_after_another(client(server), plans)
 
     with rollout() as handle:
         app()
@@ -244,12 +287,28 @@ def check(plan: Plan, call: ModelCall) -> None:
 @pytest.mark.filterwarnings(
     "ignore:Exception ignored in. <async_generator object AsyncResponseStream:pytest.PytestUnraisableExceptionWarning"
 )
-def test_random_schedules_lose_mix_and_alter_nothing(clients: Any, no_faults: None) -> None:
+@pytest.mark.timeout(max(300, CALLS // 5))
+def test_random_schedules_lose_mix_and_alter_nothing(pool: ProcessPoolExecutor, clients: Any, no_faults: None) -> None:
     """Thousands of calls in every shape, with retries, errors, lost connections, timeouts and streams left anywhere."""
     ensure()
-    schedule = Schedule(SEED, CALLS)
-    with ScriptedServer(schedule.answer) as server, ThreadPoolExecutor(CONCURRENT) as pool:
-        episodes = list(pool.map(lambda work: run_workflow(server, clients, *work), schedule.workflows))
+    if "processes" in KINDS:
+        rllm.configure(processes=True)
+    told: Counter[str] = Counter()
+    try:
+        for number in range(-(-CALLS // CALLS_PER_ROUND)):
+            told += one_round(SEED + number, min(CALLS - number * CALLS_PER_ROUND, CALLS_PER_ROUND), clients, pool)
+    finally:
+        rllm.shutdown()
+    print("\n" + ", ".join(f"{count:,} {name}" for name, count in sorted(told.items())) + ": none lost, none mixed, none altered")
+    assert told["calls"] == max(1, CALLS // CALLS_PER_WORKFLOW) * CALLS_PER_WORKFLOW
+    assert told["trained"] > told["calls"] // 3
+
+
+def one_round(seed: int, calls: int, clients: Any, pool: ProcessPoolExecutor) -> Counter[str]:
+    """Runs one schedule and compares every call with what the server sent; gives what there was of what."""
+    schedule = Schedule(seed, calls)
+    with ScriptedServer(schedule.answer) as server, ThreadPoolExecutor(CONCURRENT) as threads:
+        episodes = list(threads.map(lambda work: run_workflow(server, clients, pool, *work), schedule.workflows))
         answered = len(server.calls())
     assert answered == sum(plan.sent for plan in schedule.plans.values())
     recorded: dict[str, ModelCall] = {}
@@ -261,5 +320,7 @@ def test_random_schedules_lose_mix_and_alter_nothing(clients: Any, no_faults: No
     assert recorded.keys() == schedule.plans.keys()
     for key, call in recorded.items():
         check(schedule.plans[key], call)
-    trained = sum(call.trainable for call in recorded.values())
-    assert trained > len(recorded) // 3
+    told = Counter({"calls": len(recorded), "requests": answered, "trained": sum(call.trainable for call in recorded.values())})
+    told["ids"] = sum(len(choice.token_ids or ()) for call in recorded.values() for choice in call.choices)
+    told.update(f"calls in {kind}" for kind, plans in schedule.workflows for _ in plans)
+    return told
