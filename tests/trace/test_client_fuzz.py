@@ -1,7 +1,7 @@
 """Random schedules against a server that logs what it sent: no call lost, none mixed, no id and no logprob altered.
 
-``RLLM_TEST_FUZZ_CALLS`` sets the number of calls (2,000 by default), ``RLLM_TEST_FUZZ_SEED`` the first schedule. Workflows run in threads, in event
-loops, and spread over processes of a pool; with ``pytest -s`` the figures are printed.
+``RLLM_TEST_FUZZ_CALLS`` sets the number of calls (2,000 by default), ``RLLM_TEST_FUZZ_SEED`` the first schedule. Workflows run in threads,
+in event loops, and spread over processes of a pool; with ``pytest -s`` the figures are printed.
 """
 
 from __future__ import annotations
