@@ -28,6 +28,7 @@ Redact = Callable[[dict[str, Any]], dict[str, Any] | None]
 
 _SETTLE: Final = 5.0
 _EXIT_TIMEOUT: Final = 5.0
+_EVERYWHERE: Final = frozenset({"0.0.0.0", "::"})
 _lock: Final = threading.RLock()
 
 
@@ -46,6 +47,7 @@ def configure(
     redact: Redact | None = None,
     settle: float = _SETTLE,
     processes: bool = False,
+    reachable_at: str | None = None,
 ) -> None:
     """Records every workflow of this process from now on; without ``exporters`` and ``store``, only what ``collect`` and rollouts ask for.
 
@@ -54,12 +56,15 @@ def configure(
     ``tokens``: whether ids and logprobs are asked for; ``"auto"``: for a store, ``collect`` and rollouts. ``sample``: share of episodes
     that exporters and store get, whole ones. ``redact``: sees a copy of every record that leaves, and returns what may leave of it.
     ``settle``: seconds that calls may still run after their workflow has returned. ``processes``: whether ``multiprocessing`` takes the
-    running workflow along: what its processes and pools record inside one comes home to this process. Raises ConfigurationError.
+    running workflow along: what its processes and pools record inside one comes home to this process.
+    ``reachable_at``: ``"host"`` or ``"host:port"``, an address of this machine that processes on others (Ray's workers) send their records
+    to, over HTTP with a token; None: loopback, so that only processes of this machine do. Raises ConfigurationError.
     """
     exporters = _as_list(exporters)
     if store is not None:
         path(store, "store")
     has_outlet = bool(exporters) or store is not None
+    place = _place(reachable_at)
     _check(
         tokens=tokens,
         sample=sample,
@@ -89,7 +94,7 @@ def configure(
         recorder.tokens = None if tokens == "auto" else tokens
         recorder.sample = float(sample)
         recorder.settle = float(settle)
-        _set_processes(processes)
+        _set_processes(processes, place)
         recorder.check_environment()
         if has_outlet:
             _register_at_exit()
@@ -130,8 +135,15 @@ def shutdown(timeout: float = 5.0) -> bool:
     return delivered
 
 
-def _set_processes(wanted: bool) -> None:
+def _set_processes(wanted: bool, place: tuple[str, int | None] | None = None) -> None:
     """What is not wanted and was never loaded stays so."""
+    home: Any = sys.modules.get("rllm_trace._home")
+    if home is not None and (not wanted or home.is_elsewhere()):
+        home.close()
+    if place is not None:
+        from rllm_trace import _home
+
+        _home.open_at(*place)
     if wanted:
         from rllm_trace import _home, _homeward, _spawning
 
@@ -139,10 +151,23 @@ def _set_processes(wanted: bool) -> None:
         _homeward.preload()
         _spawning.install()
         return
-    for name, undo in (("_spawning", "uninstall"), ("_home", "close")):
-        module: Any = sys.modules.get(f"rllm_trace.{name}")
-        if module is not None:
-            getattr(module, undo)()
+    spawning: Any = sys.modules.get("rllm_trace._spawning")
+    if spawning is not None:
+        spawning.uninstall()
+
+
+def _place(reachable_at: str | None) -> tuple[str, int | None] | None:
+    if reachable_at is None:
+        return None
+    from rllm_trace.http_hops import host_and_port
+
+    text(reachable_at, "reachable_at")
+    host, port = host_and_port(reachable_at)
+    if host in _EVERYWHERE:
+        raise ConfigurationError(
+            f"got reachable_at={reachable_at!r}; expected an address of this machine that processes on others can name"
+        )
+    return host, port
 
 
 def _close_sinks(timeout: float) -> None:

@@ -150,7 +150,7 @@ def child_env(env: Mapping[str, str] | None = None) -> dict[str, str]:
 
     A Python child that uses ``rllm_trace`` records what it does into this workflow's episode, from its first decorated function on; one
     that does not is as it would be. ``with rllm.attach_env():`` does the same at once, for code without decorators. The variable
-    that is added names ids, a receiver on loopback with its token, and where calls are redirected to. Outside a workflow nothing is added.
+    that is added names ids, a receiver with its token, and where calls are redirected to. Outside a workflow nothing is added.
     Raises ConfigurationError if spans cannot be received here (extra ``otlp``).
     Also what a task of a queue or a cluster is given to go on from: ``child_env({})``.
     """

@@ -1,4 +1,5 @@
-"""Where spans of this process's own children arrive: one receiver on loopback with a token, opened when the first of them needs it.
+"""Where spans of this process's own children arrive: one receiver with a token, opened when the first of them needs it. It listens on
+loopback, or where ``configure(reachable_at=...)`` says, so that children on other machines find it.
 
 What a child records in a workflow that runs here becomes part of that workflow's record; what comes after its end is late and counted.
 Each thing that is handed over has a number, which comes back when it has run to its end: where a process is gone and its number has not
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from rllm_trace._context import current
 from rllm_trace._episode import IDLE
@@ -22,7 +23,7 @@ from rllm_trace._spans import sources
 from rllm_trace.episode_receiver import EpisodeReceiver
 from rllm_trace.types import Episode
 
-__all__ = ["address", "close", "expect"]
+__all__ = ["address", "close", "expect", "is_elsewhere", "open_at"]
 
 _MAX_EXPECTED: Final = 10_000
 LOST: Final = "process that ended without a word"
@@ -34,6 +35,8 @@ class _Home:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.receiver: EpisodeReceiver | None = None
+        self.place: dict[str, Any] = {}
+        """``host`` and ``http_port`` of the receiver; empty: loopback, any port."""
         self.expected: dict[str, Callable[[], bool]] = {}
         """By number: whether what runs there has ended."""
         self.watches = False
@@ -46,7 +49,7 @@ def address() -> Address:
     """Where the receiver is; opens it. Raises ConfigurationError where it cannot be."""
     with _home.lock:
         if _home.receiver is None:
-            _home.receiver = contextvars.Context().run(EpisodeReceiver, on_episode=_keep_nothing)
+            _home.receiver = contextvars.Context().run(_opened, _home.place)
             _home.receiver.on_receipt = _received
             _home.receiver.on_record = recorder.adopt
         if not _home.watches:
@@ -56,10 +59,27 @@ def address() -> Address:
         return Address(endpoint=_home.receiver.http_endpoint, token=_home.receiver.token)
 
 
-def close() -> None:
-    """Stops listening; what comes then is lost, and counted where it was sent."""
+def _opened(place: dict[str, Any]) -> EpisodeReceiver:
+    return EpisodeReceiver(on_episode=_keep_nothing, **place)
+
+
+def open_at(host: str, port: int | None) -> None:
+    """Opens the receiver at an address of this machine that others reach. Raises ConfigurationError where it cannot be."""
     with _home.lock:
-        receiver, _home.receiver = _home.receiver, None
+        close()
+        _home.place = {"host": host, "http_port": port or 0}
+        address()
+
+
+def is_elsewhere() -> bool:
+    """Whether it listens for other machines."""
+    return bool(_home.place)
+
+
+def close() -> None:
+    """Stops listening; what comes then is lost, and counted where it was sent. The next receiver is on loopback."""
+    with _home.lock:
+        receiver, _home.receiver, _home.place = _home.receiver, None, {}
     if receiver is not None:
         with guard("receiver"):
             receiver.close()

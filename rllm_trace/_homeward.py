@@ -35,7 +35,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     """Where spans are to be sent."""
 
     endpoint: str
-    """Base URL on loopback."""
+    """Base URL: on loopback, or where ``configure(reachable_at=...)`` says."""
     token: str
 
     def __repr__(self) -> str:

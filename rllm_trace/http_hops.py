@@ -22,7 +22,7 @@ from rllm_trace._guard import guard
 from rllm_trace._propagation import headers
 from rllm_trace.exceptions import ConfigurationError
 
-__all__ = ["Hop"]
+__all__ = ["Hop", "host_and_port"]
 
 _PORTS: Final = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 
@@ -41,7 +41,7 @@ class Hop:
         named = list(hosts)
         for entry in named:
             text(entry, "host")
-        self._hosts = frozenset(_host(entry) for entry in named)
+        self._hosts = frozenset(host_and_port(entry) for entry in named)
 
     def reaches(self, url: str) -> bool:
         """Whether requests to ``url`` take the workflow along."""
@@ -111,7 +111,8 @@ class Hop:
         return Adapter(**options)
 
 
-def _host(entry: str) -> tuple[str, int | None]:
+def host_and_port(entry: str) -> tuple[str, int | None]:
+    """``"host:port"`` taken apart; None where no port is named. Raises ConfigurationError for what is neither."""
     try:
         parts = urlsplit(f"//{entry}")
         host, port = parts.hostname, parts.port

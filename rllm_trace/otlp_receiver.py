@@ -4,9 +4,9 @@
         subprocess.run(command, env=os.environ | receiver.environ("http/protobuf"))
     spans = receiver.spans()
 
-It listens on loopback and takes only what carries its token. HTTP understands protobuf and JSON, plain, gzip and deflate. What is taken is
-kept in a list of bounded size and given to ``on_spans``, on the receiver's threads; what does not fit is rejected and counted, and the
-sender is told. Everything it starts ends with ``close``.
+It listens on loopback, unless it is given another host, and takes only what carries its token. HTTP understands protobuf and JSON, plain,
+gzip and deflate. What is taken is kept in a list of bounded size and given to ``on_spans``, on the receiver's threads; what does not fit is
+rejected and counted, and the sender is told. Everything it starts ends with ``close``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import secrets
+import socket
 import threading
 import zlib
 from collections.abc import Callable
@@ -45,13 +46,14 @@ _INSTALL: Final = "the OTLP receiver needs a package that is not installed ({}):
 class OTLPReceiver:
     """Listens from its construction until ``close``; a context manager.
 
-    Ports of 0 are chosen by the system. ``token=None`` makes one up. Raises ConfigurationError if a port is in use, or if the packages
-    of a protocol are missing (extra ``otlp``).
+    ``host``: an address of this machine, the one that senders use. Ports of 0 are chosen by the system. ``token=None`` makes one up.
+    Raises ConfigurationError if it cannot listen there, or if the packages of a protocol are missing (extra ``otlp``).
     """
 
     def __init__(
         self,
         *,
+        host: str = _LOOPBACK,
         http: bool = True,
         grpc: bool = False,
         http_port: int = 0,
@@ -61,6 +63,7 @@ class OTLPReceiver:
         max_spans: int = _MAX_SPANS,
         max_body: int = _MAX_BODY,
     ) -> None:
+        self._host = f"[{host}]" if ":" in host else host
         self.token = token or secrets.token_urlsafe(24)
         self.max_body = max_body
         """Bytes of one request, uncompressed; larger ones are refused."""
@@ -76,9 +79,9 @@ class OTLPReceiver:
         try:
             if http:
                 _check_protobuf()
-                self._http = _HTTPServer(self, http_port)
+                self._http = _HTTPServer(self, host, http_port)
             if grpc:
-                self._grpc, self._grpc_port = _grpc_server(self, grpc_port)
+                self._grpc, self._grpc_port = _grpc_server(self, self._host, grpc_port)
         except BaseException:
             self.close()
             raise
@@ -92,13 +95,13 @@ class OTLPReceiver:
     def http_endpoint(self) -> str:
         """Base URL; senders add ``/v1/traces``."""
         assert self._http is not None, "the receiver was made with http=False"
-        return f"http://{_LOOPBACK}:{self._http.server_port}"
+        return f"http://{self._host}:{self._http.server_port}"
 
     @property
     def grpc_endpoint(self) -> str:
         """URL for gRPC senders."""
         assert self._grpc is not None, "the receiver was made with grpc=False"
-        return f"http://{_LOOPBACK}:{self._grpc_port}"
+        return f"http://{self._host}:{self._grpc_port}"
 
     def environ(self, protocol: str = "http/protobuf") -> dict[str, str]:
         """Variables that make any OpenTelemetry SDK of a child process send its spans here."""
@@ -171,13 +174,16 @@ class _HTTPServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, receiver: OTLPReceiver, port: int) -> None:
+    def __init__(self, receiver: OTLPReceiver, host: str, port: int) -> None:
         self.receiver = receiver
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         try:
-            super().__init__((_LOOPBACK, port), _Handler)
+            super().__init__((host, port), _Handler)
         except OSError as error:
-            raise ConfigurationError(f"the OTLP receiver cannot listen on {_LOOPBACK}:{port} ({error}); give another http_port") from error
+            raise ConfigurationError(
+                f"the OTLP receiver cannot listen on {host}:{port} ({error}); give an address of this machine, or another http_port"
+            ) from error
         self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="rllm-otlp-http", daemon=True)
         self._thread.start()
 
@@ -301,7 +307,7 @@ def _response(rejected: int) -> Any:
     return answer
 
 
-def _grpc_server(receiver: OTLPReceiver, port: int) -> tuple[Any, int]:
+def _grpc_server(receiver: OTLPReceiver, host: str, port: int) -> tuple[Any, int]:
     """(server, port). The only place that imports grpc to receive."""
     try:
         from concurrent.futures import ThreadPoolExecutor
@@ -324,8 +330,8 @@ def _grpc_server(receiver: OTLPReceiver, port: int) -> tuple[Any, int]:
     server: Any = grpc.server(threads, options=[("grpc.max_receive_message_length", receiver.max_body), ("grpc.so_reuseport", 0)])
     cast("Any", service).add_TraceServiceServicer_to_server(Servicer(), server)
     try:
-        bound = server.add_insecure_port(f"{_LOOPBACK}:{port}")
+        bound = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
-        raise ConfigurationError(f"the OTLP receiver cannot listen on {_LOOPBACK}:{port} ({error}); give another grpc_port") from error
+        raise ConfigurationError(f"the OTLP receiver cannot listen on {host}:{port} ({error}); give another grpc_port") from error
     server.start()
     return server, bound

@@ -8,8 +8,9 @@
     remote(actor.method)(question)
     remote(solve.options(num_cpus=2))(question)
 
-What a task records is sent to the process that called it before the result is given, so the caller must be on the same machine: its
-receiver listens on loopback. What cannot be sent is counted in the worker. Ray itself is never imported here.
+What a task records is sent to the process that called it before the result is given. That process listens on loopback, which is enough on
+one machine; ``configure(reachable_at=...)`` has it listen where workers on others reach it. What cannot be sent is counted in the
+worker. Ray itself is never imported here.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ PEERS = {
 }
 TOOLS = ["pytest", "pytest-timeout"]
 WORKERS = 2
-LIMIT = 480
+LIMIT = 580
 """Seconds for the tests beside one of them."""
 
 

@@ -227,3 +227,38 @@ def test_collect_has_the_episodes_that_processes_begin_outside_any_workflow(app:
     assert "human" in late_reward
     assert late_reward.endswith("7 7")
     assert counted == "{} {} {}"
+
+
+SITES = """
+from rllm_trace.rollouts import rollout
+from rllm_trace.routing import CallSites, Route
+
+def child(n):
+    with rllm.no_train:
+        ask(n)
+    ask(n + 1)
+
+@rllm.workflow
+def app():
+    process = multiprocessing.get_context("fork").Process(target=child, args=(11,))
+    process.start()
+    ask(10)
+    process.join(200)
+
+if __name__ == "__main__":
+    rllm.configure(processes=True)
+    sites = CallSites()
+    route = Route(base_url=os.environ["APP_MODEL"], api_key="scripted", model="policy", sampling={"temperature": 0.5}, sites=sites)
+    with rollout(route=route) as handle:
+        app()
+    (episode,) = handle.wait(60)
+    print(json.dumps([[s.model, s.endpoint, s.trained, s.calls, dict(s.values["temperature"])] for s in sites.seen()]))
+    print(json.dumps(sorted([c.model, c.endpoint] for c in episode.calls)))
+"""
+
+
+def test_call_sites_of_a_rollout_are_counted_wherever_its_calls_are_made(app: Callable[..., str]) -> None:
+    """A child's calls are among those that the route of its rollout has seen, as sent."""
+    sites, calls = app(SITES).splitlines()
+    assert json.loads(sites) == [["m", "policy", True, 2, {"0.5": 2}], ["m", "own", False, 1, {"null": 1}]]
+    assert json.loads(calls) == [["m", "own"], ["policy", "policy"], ["policy", "policy"]]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 import rllm_trace as rllm
 from rllm_trace import attributes as A
 from rllm_trace._guard import counters
+from rllm_trace.exceptions import ConfigurationError
 from rllm_trace.routing import Route, current_route, use_route
 from rllm_trace.testing import ScriptedServer
 
@@ -153,3 +157,37 @@ def test_what_comes_after_the_end_is_late_and_no_second_record(model: ScriptedSe
     assert process.returncode == 0
     assert [len(episode.calls) for episode in episodes] == [0]
     assert (counters.get("late", "chat"), counters.get("late", "agent")) == (1, 1)
+
+
+def test_a_receiver_that_other_machines_reach(model: ScriptedServer) -> None:
+    """It listens where it is told to, with a token, and children are told that place; the next ``configure`` ends it."""
+    code = "import sys, openai, rllm_trace as rllm\n"
+    code += "client = openai.OpenAI(base_url=sys.argv[1], api_key='scripted', max_retries=0, timeout=300)\n"
+    code += "with rllm.agent('far'): client.chat.completions.create(model='m', messages=[{'role': 'user', 'content': '7'}])\n"
+    rllm.configure(reachable_at="127.0.0.2")
+
+    @rllm.workflow
+    def starts() -> str:
+        environment = {**rllm.child_env(), "PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run([sys.executable, "-c", code, model.base_url], env=environment, check=True, timeout=200)
+        return json.loads(environment[A.ENV_CONTEXT])["home"]["endpoint"]
+
+    with rllm.collect() as episodes:
+        endpoint = starts()
+    assert endpoint.startswith("http://127.0.0.2:")
+    assert [list(call.choices[0].token_ids) for call in episodes[0].calls] == [[7, 2]]
+    request = urllib.request.Request(f"{endpoint}/v1/traces", data=b"{}", headers={"content-type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60)
+    assert refused.value.code == 401
+    refused.value.close()
+    rllm.configure()
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", int(endpoint.rpartition(":")[2])), 60)
+
+
+@pytest.mark.parametrize("place", ["0.0.0.0", "::", "", "http://127.0.0.1", "203.0.113.9", 7])
+def test_a_place_that_nobody_can_reach_is_refused(place: Any) -> None:
+    """A wildcard, no host at all, a URL, an address of another machine."""
+    with pytest.raises(ConfigurationError):
+        rllm.configure(reachable_at=place)
