@@ -156,6 +156,11 @@ class ClientCall:
         return not strict or recorder.tokens is True
 
     @property
+    def conversation(self) -> str:
+        """``episode/trajectory``, by which a server keeps the calls of one episode together."""
+        return f"{self.open.scope.episode.id}/{self.open.scope.trajectory_id}"
+
+    @property
     def is_changed(self) -> bool:
         """Whether something else is sent than what the app gave."""
         return self.body is not self.app_body

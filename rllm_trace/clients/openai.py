@@ -389,8 +389,7 @@ def _policy_headers(call: ClientCall, headers: Mapping[str, Any]) -> dict[str, A
     foreign = [name for name in (*_FOREIGN, *_given(own)) if not kept_header(name) and name.lower() != "authorization"]
     kept = {name: value for name, value in headers.items() if kept_header(name)}
     assert call.endpoint is not None
-    scope = call.open.scope
-    ours = {"Authorization": f"Bearer {call.endpoint.api_key}", HEADER_CONVERSATION: f"{scope.episode.id}/{scope.trajectory_id}"}
+    ours = {"Authorization": f"Bearer {call.endpoint.api_key}", HEADER_CONVERSATION: call.conversation}
     return {**dict.fromkeys(foreign, Omit()), **kept, **ours}
 
 

@@ -42,6 +42,7 @@ _OPERATIONS: Final[dict[str, Operation]] = {
 _MESSAGES: Final = "/messages"
 _VERSION: Final = "/v1"
 _CHAT_PATH: Final = "/chat/completions"
+_CONVERSATION: Final = A.HEADER_CONVERSATION.encode()
 _DROPPED: Final = A.HEADER_LEFT_OUT.encode()
 
 
@@ -221,9 +222,11 @@ class App:
         if translation is not None and content is raw:
             content = msgspec.json.encode(body)
         headers = H.up(client.headers, policy=endpoint is not None, translated=translation is not None)
-        if endpoint is not None:
+        if call is not None and endpoint is not None:
+            headers = [(name, value) for name, value in headers if name != _CONVERSATION]
             headers.append((b"authorization", b"Bearer " + endpoint.api_key.encode()))
-            return self.upstreams.request("POST", endpoint.base_url.rstrip("/") + path, headers, content, call.timeout if call else None)
+            headers.append((_CONVERSATION, call.conversation.encode()))
+            return self.upstreams.request("POST", endpoint.base_url.rstrip("/") + path, headers, content, call.timeout)
         if upstream is None:
             raise Refusal(404, "the gateway has no upstream for this call", code="no_upstream")
         headers += [*upstream.needed(headers), *upstream.keys()]
