@@ -13,10 +13,24 @@ if TYPE_CHECKING:
     from rllm_trainer._evaluate import EvaluateResult, evaluate
     from rllm_trainer._fit import FitResult, fit
     from rllm_trainer._replay import ReplayResult, replay
+    from rllm_trainer._sft import SftResult, sft
     from rllm_trainer.evaluation import Evaluation, Rise, Scores
     from rllm_trainer.exceptions import TrainerError
 
-__all__ = ["EvaluateResult", "Evaluation", "FitResult", "ReplayResult", "Rise", "Scores", "TrainerError", "evaluate", "fit", "replay"]
+__all__ = [
+    "EvaluateResult",
+    "Evaluation",
+    "FitResult",
+    "ReplayResult",
+    "Rise",
+    "Scores",
+    "SftResult",
+    "TrainerError",
+    "evaluate",
+    "fit",
+    "replay",
+    "sft",
+]
 
 _HOMES = {
     "EvaluateResult": "rllm_trainer._evaluate",
@@ -25,10 +39,12 @@ _HOMES = {
     "ReplayResult": "rllm_trainer._replay",
     "Rise": "rllm_trainer.evaluation",
     "Scores": "rllm_trainer.evaluation",
+    "SftResult": "rllm_trainer._sft",
     "TrainerError": "rllm_trainer.exceptions",
     "evaluate": "rllm_trainer._evaluate",
     "fit": "rllm_trainer._fit",
     "replay": "rllm_trainer._replay",
+    "sft": "rllm_trainer._sft",
 }
 
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, Protocol, Unpack
+from typing import Any, Literal, Unpack
 
 import msgspec
 
@@ -35,6 +35,8 @@ from rllm_trainer.samples import Counters
 from rllm_trainer.serving.base import Server
 from rllm_trainer.serving_settings import Serving
 from rllm_trainer.template import template_breaks, tokenize_with
+from rllm_trainer.token_text import text_of_tokens
+from rllm_trainer.trainability_report import TrainabilityReport
 
 __all__ = ["FitResult", "fit"]
 
@@ -58,6 +60,8 @@ class FitResult(msgspec.Struct, frozen=True, kw_only=True):
     """After minus before, paired by task, with 95 % intervals."""
     trainability: Counters
     """What became of the calls and tokens of the steps taken; a continued run counts those since."""
+    trainability_report: TrainabilityReport
+    """The same with the causes, each with an example; also in ``trainability.md``."""
     run_dir: Path
     warnings: list[str]
 
@@ -137,15 +141,6 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-class _Done(Protocol):
-    """What the steps of a run came to, whoever took them."""
-
-    @property
-    def last_evaluation(self) -> Evaluation | None: ...
-    @property
-    def counters(self) -> Counters: ...
-
-
 def _run(ask: Ask, plan: RunPlan, report: Report, stop: threading.Event) -> FitResult:
     settings, run_dir = plan.settings, plan.run_dir
     sites = CallSites()
@@ -199,6 +194,7 @@ def _run(ask: Ask, plan: RunPlan, report: Report, stop: threading.Event) -> FitR
             checkpoints=checkpoints,
             report=report,
             stop=stop,
+            decode=text_of_tokens(plan.model),
             credit=CreditLog(run_dir, resume_after=plan.state.step if plan.resumed else None),
         )
         loop = Loop(parts, plan.state)
@@ -206,14 +202,14 @@ def _run(ask: Ask, plan: RunPlan, report: Report, stop: threading.Event) -> FitR
         newest = checkpoints.latest()
     assert newest is not None, "the loop writes a checkpoint before it returns"
     export_model(newest[1], run_dir / MODEL_FOLDER)
-    return _result(plan, before, loop, metrics.lines, report)
+    return _result(plan, before, loop.last_evaluation, loop.trainability, metrics.lines, report)
 
 
 def _run_on_cluster(ask: Ask, plan: RunPlan, report: Report, stop: threading.Event) -> FitResult:
     from rllm_trainer.cluster.run import run_on_cluster
 
     done = run_on_cluster(ask, plan, report, stop)
-    return _result(plan, done.before, done, done.lines, report)
+    return _result(plan, done.before, done.last_evaluation, TrainabilityReport(counters=done.counters), done.lines, report)
 
 
 def _check_template(server: Server, report: Report) -> None:
@@ -243,10 +239,11 @@ def _before(plan: RunPlan, evaluator: Evaluator | None, metrics: MetricsLog, rep
     return found
 
 
-def _result(plan: RunPlan, before: Evaluation | None, done: _Done, lines: list[Line], report: Report) -> FitResult:
-    after = done.last_evaluation
+def _result(
+    plan: RunPlan, before: Evaluation | None, after: Evaluation | None, found: TrainabilityReport, lines: list[Line], report: Report
+) -> FitResult:
     rise = rise_of(before, after, seed=plan.settings.seed) if before is not None and after is not None else None
-    report.trainability(done.counters)
+    report.trainability(found)
     if after is not None:
         report.evaluation("after", after.sampled.interval, after.greedy.interval if after.greedy else None, after.sampled.failures)
     if rise is not None:
@@ -257,7 +254,8 @@ def _result(plan: RunPlan, before: Evaluation | None, done: _Done, lines: list[L
         before=before,
         after=after,
         rise=rise,
-        trainability=done.counters,
+        trainability=found.counters,
+        trainability_report=found,
         run_dir=plan.run_dir,
         warnings=report.warnings,
     )

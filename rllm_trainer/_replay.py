@@ -41,6 +41,8 @@ from rllm_trainer.rollout.runner import RunInterrupted
 from rllm_trainer.rollout.stored import StoredBatches, StoredGroup, StoredSource, read_recorded, scored_again, stored_groups
 from rllm_trainer.samples import Counters
 from rllm_trainer.state import State
+from rllm_trainer.token_text import text_of_tokens
+from rllm_trainer.trainability_report import TrainabilityReport
 from rllm_trainer.types import Rollout
 
 __all__ = ["ReplayResult", "replay"]
@@ -49,10 +51,10 @@ RESULT_FILE = "result.json"
 MODEL_FOLDER = "model"
 _USED = frozenset(
     {
-        "algorithm", "batch_tasks", "betas", "clip_grad", "clip_high", "clip_low", "correction", "engine", "entropy_coef", "epochs", "eps",
-        "keep", "kl_coef", "kl_estimator", "kl_in", "lora", "loss_agg", "lr", "mask_truncated", "max_model_len", "micro_batch_tokens",
-        "norm_by_std", "overlong", "policy_loss", "ppo_epochs", "progress", "sample_mode", "save_every", "schedule", "seed", "shuffle",
-        "steps", "threads", "verl", "warmup_steps", "weight_decay",
+        "algorithm", "batch_tasks", "betas", "clip_grad", "clip_high", "clip_low", "correction", "engine", "entropy_coef", "epochs",
+        "eps", "keep", "kl_coef", "kl_estimator", "kl_in", "limits", "lora", "loss_agg", "lr", "mask_truncated", "max_model_len",
+        "micro_batch_tokens", "norm_by_std", "overlong", "policy_loss", "ppo_epochs", "progress", "sample_mode", "save_every", "schedule",
+        "seed", "shuffle", "steps", "threads", "verl", "warmup_steps", "weight_decay",
     }
 )  # fmt: skip
 _COMPARED = 2
@@ -68,6 +70,8 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     """One line a step, as in ``metrics.jsonl``."""
     trainability: Counters
     """What became of the calls and tokens of the steps taken; a continued replay counts those since."""
+    trainability_report: TrainabilityReport
+    """The same with the causes, each with an example; also in ``trainability.md``."""
     set_aside: dict[str, int]
     """Why -> episodes that were in no group."""
     run_dir: Path
@@ -196,17 +200,19 @@ def _run(plan: _Plan, report: Report, stop: threading.Event) -> ReplayResult:
             checkpoints=checkpoints,
             report=report,
             stop=stop,
+            decode=text_of_tokens(plan.model),
         )
         loop = Loop(parts, plan.state)
         loop.run()
         newest = checkpoints.latest()
     assert newest is not None, "the loop writes a checkpoint before it returns"
     export_model(newest[1], run_dir / MODEL_FOLDER)
-    report.trainability(loop.counters)
+    report.trainability(loop.trainability)
     result = ReplayResult(
         model_path=run_dir / MODEL_FOLDER,
         metrics=metrics.lines,
-        trainability=loop.counters,
+        trainability=loop.trainability.counters,
+        trainability_report=loop.trainability,
         set_aside=plan.set_aside,
         run_dir=run_dir,
         warnings=report.warnings,

@@ -1,8 +1,9 @@
-"""A command line in, a call of ``fit``, ``evaluate`` or ``replay`` out.
+"""A command line in, a call of ``fit``, ``evaluate``, ``replay`` or ``sft`` out.
 
     rllm train app.py:answer --data rows.jsonl --eval held_out.jsonl --reward app.py:right --set lr=2e-5 --set steps=20
     rllm evaluate app:answer --data held_out.jsonl --model runs/answer/model
     rllm replay runs/store --model Qwen/Qwen3-0.6B --reward app.py:right --set lr=2e-5
+    rllm sft runs/store --model Qwen/Qwen3-0.6B --min-reward 1 --eval held_out_chats.jsonl
     rllm settings
     rllm gateway --upstream http://127.0.0.1:8000/v1 --store runs/store
 
@@ -82,6 +83,16 @@ def _parser() -> argparse.ArgumentParser:
     replaying.add_argument("--data", help="the rows that the episodes were recorded on, for rewards that need their columns")
     replaying.add_argument("--reward", action="append", help="file.py:name, to score anew; may be given more than once")
     _add_run(replaying)
+    what = "fine-tune on stored episodes or on chats"
+    tuning = commands.add_parser("sft", help=what, description=what)
+    tuning.set_defaults(run=_sft)
+    tuning.add_argument(
+        "data", help="a store's folder, the run folder of a training, a .jsonl file of episodes, or chats: .jsonl or .parquet"
+    )
+    tuning.add_argument("--model", required=True, help="a Hugging Face folder or name")
+    tuning.add_argument("--min-reward", type=float, help="of stored episodes, those that earned at least so much")
+    tuning.add_argument("--eval", help="held-out episodes or chats, as data")
+    _add_run(tuning)
     settings = commands.add_parser("settings", help="list every setting with its default")
     settings.set_defaults(run=_settings)
     what = "record the calls of apps in any language: an OpenAI-compatible and Anthropic-Messages reverse proxy"
@@ -137,6 +148,20 @@ def _replay(asked: argparse.Namespace) -> None:
         asked.model,
         reward=_rewards(asked.reward),
         dataset=None if asked.data is None else _data(asked.data),
+        output_dir=asked.output,
+        **cast("Any", _values(asked.set) | resume),
+    )
+
+
+def _sft(asked: argparse.Namespace) -> None:
+    from rllm_trainer import sft
+
+    resume: dict[str, Any] = {"resume": True} if asked.resume else {}
+    sft(
+        _data(asked.data),
+        asked.model,
+        min_reward=asked.min_reward,
+        eval_dataset=None if asked.eval is None else _data(asked.eval),
         output_dir=asked.output,
         **cast("Any", _values(asked.set) | resume),
     )

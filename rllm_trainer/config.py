@@ -18,6 +18,7 @@ import msgspec
 from rllm_trainer.cluster.layout import ClusterLayout
 from rllm_trainer.exceptions import SettingError
 from rllm_trainer.serving_settings import FireworksSettings, InFlight, LocalSettings, Serving, VllmSettings, check_serving
+from rllm_trainer.trainability_report import Limits
 
 __all__ = [
     "Constrained",
@@ -208,6 +209,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     correction: str | dict[str, Any] = "decoupled_token_is"
     """verl's correction of tokens that older weights sampled: a decoupled preset, or fields of its RolloutCorrectionConfig."""
 
+    limits: Limits = Limits()
+    """Where the run stops rather than train on what is left: ``limits={"share_trained": 0.9, "ratio_p99": 2.0}``; None: never for that."""
+
     eval_every: _Positive | None = None
     """Evaluate after every so many steps; None: before the first and after the last."""
     eval_n: _Positive = 1
@@ -284,6 +288,7 @@ class SettingsKw(TypedDict, total=False):
     quorum_grace: float
     staleness: int
     correction: str | dict[str, Any]
+    limits: Limits | dict[str, Any]
     eval_every: int | None
     eval_n: int
     eval_greedy: bool
@@ -310,7 +315,7 @@ _NEEDS: dict[str, tuple[str, Any, str]] = {
 }
 """A setting that only means something where another one is not at its default: (the other, its idle value, what it makes)."""
 
-_UNCLIPPED = ("policy_loss", frozenset({"dro", "gpg", "sapo"}))
+_UNCLIPPED = ("policy_loss", frozenset({"dro", "gpg", "kl_cov", "sapo"}))
 _NOT_READ_BY: dict[str, tuple[str, frozenset[str]]] = {
     "norm_by_std": (
         "algorithm",
@@ -380,6 +385,7 @@ def _convert(given: Mapping[str, Any]) -> Settings:
         ("cluster", ClusterLayout),
         ("overlong_penalty", OverlongPenalty),
         ("local", LocalSettings),
+        ("limits", Limits),
     ):
         known = struct.__struct_fields__
         if isinstance(values.get(nested), Mapping):
@@ -446,7 +452,7 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, (LoraSettings, OverlongPenalty)):
+    if isinstance(value, (Limits, LoraSettings, OverlongPenalty)):
         return repr(msgspec.to_builtins(value))
     text = repr(value)
     return text if len(text) <= 100 else text[:97] + "..."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "AppArgumentsError",
+    "BeyondLimits",
     "CheckpointError",
     "DatasetError",
     "EngineError",
@@ -64,6 +65,10 @@ class RunStopped(TrainerError, RuntimeError):
 
 class TooManyFaults(RunStopped):
     """More rollouts of a batch were lost to faults that are not the policy's than a gradient may stand on."""
+
+
+class BeyondLimits(RunStopped):
+    """A step is beyond a limit of ``limits={...}``; the message names it, and what it was."""
 
 
 class NoSignal(RunStopped):

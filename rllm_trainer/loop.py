@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -19,33 +19,30 @@ import msgspec
 import numpy as np
 
 from rllm_trace.routing import CallSites
+from rllm_trainer.advantages import CreditCounters
+from rllm_trainer.breaks import Decode
 from rllm_trainer.checkpoint import Checkpoints
 from rllm_trainer.config import Settings
-from rllm_trainer.correction import WIDE_GAP
 from rllm_trainer.credit_log import CreditLog
 from rllm_trainer.engine.base import Engine
 from rllm_trainer.evaluation import Evaluation, Evaluator
-from rllm_trainer.exceptions import RunStopped
+from rllm_trainer.exceptions import BeyondLimits, RunStopped
+from rllm_trainer.learning import Probe, learn
 from rllm_trainer.measures import (
     batch_measures,
     continuation_measures,
     continuation_notes,
     evaluation_measures,
-    probe_rows,
     rollout_measures,
     sample_measures,
-    swap_measures,
-    update_measures,
 )
-from rllm_trainer.metrics import EVAL_SAMPLED, GAP_MEAN, MetricsLog
+from rllm_trainer.metrics import EVAL_SAMPLED, MetricsLog
 from rllm_trainer.preparation import BatchEngine, make_samples, prepare
 from rllm_trainer.report import Report, losses_of
 from rllm_trainer.rollout.runner import RunInterrupted
 from rllm_trainer.rollout.source import Collected, Source
 from rllm_trainer.samples import Counters, SampleSet
-from rllm_trainer.schedule import learning_rate
 from rllm_trainer.serving.base import Continues, Server
-from rllm_trainer.serving.proof import pick_probe
 from rllm_trainer.state import State
 from rllm_trainer.trainability import (
     WARN_EXCLUDED,
@@ -55,6 +52,8 @@ from rllm_trainer.trainability import (
     require_sound,
     site_findings,
 )
+from rllm_trainer.trainability_report import TrainabilityReport, exceeded, trainability_report
+from rllm_trainer.trainability_table import write_table
 from rllm_trainer.types import Batch, Rollout
 
 __all__ = ["Loop", "Parts", "TrainingEngine"]
@@ -85,6 +84,8 @@ class Parts:
     stop: threading.Event
     credit: CreditLog | None = None
     """None: what gave replies their advantages is not put on file."""
+    decode: Decode | None = None
+    """Token ids to text, for the examples of the report; None: they are told as ids."""
 
 
 class Loop:
@@ -94,7 +95,7 @@ class Loop:
         self.state = state
         self.last_evaluation: Evaluation | None = None
         """The one after the last step, where there are rows for it."""
-        self.counters = Counters()
+        self.trainability = TrainabilityReport()
         """What became of the calls and tokens of every step taken here."""
         self._parts = parts
         self._looked = False
@@ -132,13 +133,12 @@ class Loop:
         rollouts = collected.rollouts
         notes = list(collected.notes)
         self._require_sound(step, rollouts)
-        samples = make_samples(rollouts, settings=self._parts.settings, vocab_size=self._parts.engine.vocab_size)
+        samples = make_samples(rollouts, settings=self._parts.settings, vocab_size=self._parts.engine.vocab_size, decode=self._parts.decode)
         self._look(collected, samples)
         counters = reduce(add, (s.counters for s in samples.values()), Counters())
-        self.counters += counters
         line = rollout_measures(collected.groups, collected.seconds) | sample_measures(counters, collected.seconds)
-        line |= continuation_measures(found := self._continuations())
-        notes += continuation_notes(found)
+        line |= continuation_measures(continued := self._continuations())
+        notes += continuation_notes(continued)
         prepared = prepare(
             collected.groups,
             samples,
@@ -152,8 +152,15 @@ class Loop:
         if self._parts.credit is not None:
             self._parts.credit.write(step, batch)
         line |= prepared.credit.measures() | prepared.correction | batch_measures(batch)
+        probe = Probe(batch, engine=self._parts.engine, server=self._parts.server, version=self.state.version)
+        found = self._trainability(samples, prepared.credit, probe)
+        line |= found.metrics()
         if self._learns(batch):
-            line |= self._learn(step, batch)
+            p = self._parts
+            line |= learn(
+                batch, steps=self.state.steps, settings=p.settings, engine=p.engine, server=p.server, probe=probe, report=p.report
+            )
+            self.state = msgspec.structs.replace(self.state, version=self.state.version + 1)
         else:
             notes.append("every advantage of the batch is 0: there was nothing to learn, and the weights stayed as they were")
         self.state = msgspec.structs.replace(self.state, step=step)
@@ -165,7 +172,7 @@ class Loop:
             line["seconds"] = collected.seconds + time.monotonic() - started
             line["version"] = self.state.version
             written = self._parts.metrics.write(step, line)
-            self._parts.report.step(written, losses_of(rollouts, counters, notes), steps=self.state.steps)
+            self._parts.report.step(written, losses_of(rollouts, counters, notes, found), steps=self.state.steps)
 
     def _require_sound(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Stops where too much was lost; a server that is gone is the better reason."""
@@ -196,26 +203,21 @@ class Loop:
             return False
         return bool(settings.kl_coef or settings.entropy_coef) or any(row.advantages.any() for row in batch.rows)
 
-    def _learn(self, step: int, batch: Batch) -> dict[str, float]:
-        settings, engine = self._parts.settings, self._parts.engine
-        assert settings.lr is not None
-        lr = learning_rate(step, peak=settings.lr, schedule=settings.schedule, warmup_steps=settings.warmup_steps, steps=self.state.steps)
-        version = self.state.version + 1
-        probed = probe_rows([row.sample for row in batch.rows]) if self._parts.server is not None else []
-        rows, temperatures = [s.token_ids for s in probed], [1.0] * len(probed)  # every server can score given tokens at 1
-        old = engine.logprobs(rows, temperatures=temperatures)
-        line = update_measures(engine.update(batch, lr=lr))
-        if line.get(GAP_MEAN, 0.0) > WIDE_GAP and batch.rows[0].is_weights is None:
-            self._parts.report.warn(
-                f"step {step}: the server's logprobs differ from the trainer's by {line[GAP_MEAN]:.2g} nats on average; {WIDE_GAP:g} "
-                "is much: is the server's precision lower, or does it report logprobs of another temperature?"
-            )
-        if self._parts.server is not None:
-            new = engine.logprobs(rows, temperatures=temperatures)
-            probe = pick_probe(rows, old, new)
-            line |= swap_measures(self._parts.server.swap(engine.export_weights(version), probe=probe))
-        self.state = msgspec.structs.replace(self.state, version=version)
-        return line
+    def _trainability(self, samples: Mapping[str, SampleSet], credit: CreditCounters, probe: Probe) -> TrainabilityReport:
+        """What became of the step's tokens. Raises ``BeyondLimits``, before anything is learnt, where that is too little."""
+        found = trainability_report(
+            samples.values(),
+            policy_version=self.state.version,
+            groups=credit.groups,
+            groups_without_signal=credit.groups_of_one + credit.groups_without_spread,
+            ratio=probe.ratio,
+        )
+        self.trainability += found
+        write_table(self._parts.metrics.path.parent, self.trainability)
+        beyond = exceeded(found, self._parts.settings.limits)
+        if beyond:
+            raise BeyondLimits(f"step {self.state.step + 1}: {'; '.join(beyond)}. limits={{...}} says where a run stops")
+        return found
 
     def _continuations(self) -> Counter[str]:
         """What became of the prompts of recorded chats since the last step; nothing where the server continues none."""

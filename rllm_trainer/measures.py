@@ -19,6 +19,7 @@ from rllm_trainer.serving.base import CONTINUED, SwapReport
 from rllm_trainer.types import Batch, Group, Sample
 
 __all__ = [
+    "Measures",
     "batch_measures",
     "continuation_measures",
     "continuation_notes",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rllm_trainer.tensorboard import EventFile
 
-__all__ = ["EVAL_GREEDY", "EVAL_SAMPLED", "GAP_MEAN", "REWARD_MEAN", "STEP", "Line", "MetricsLog", "read_metrics"]
+__all__ = ["EVAL_GREEDY", "EVAL_NLL", "EVAL_SAMPLED", "GAP_MEAN", "REWARD_MEAN", "STEP", "Line", "MetricsLog", "read_metrics"]
 
 Line = dict[str, float]
 """One step's metrics; ``step`` is among them."""
@@ -22,6 +22,8 @@ STEP = "step"
 REWARD_MEAN = "reward/mean"
 EVAL_SAMPLED = "eval/sampled"
 EVAL_GREEDY = "eval/greedy"
+EVAL_NLL = "eval/nll"
+"""Nats a token."""
 GAP_MEAN = "rollout/logprob_diff_mean"
 """The engine's measure: mean |trainer - server| over the trained tokens of a batch, before its update, nats."""
 

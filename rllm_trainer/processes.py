@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from rllm_trace.routing import CallSites, Route
 from rllm_trainer.config import Settings
+from rllm_trainer.engine.verl_settings import Objective
 from rllm_trainer.exceptions import ServerError
 from rllm_trainer.loop import TrainingEngine
 from rllm_trainer.rollout.runner import RunInterrupted
@@ -56,9 +57,11 @@ def running(settings: Settings, model: Path, run_dir: Path, stop: threading.Even
 
 
 @contextmanager
-def training(settings: Settings, model: Path, run_dir: Path, stop: threading.Event) -> Generator[TrainingEngine]:
+def training(
+    settings: Settings, model: Path, run_dir: Path, stop: threading.Event, *, objective: Objective = "policy"
+) -> Generator[TrainingEngine]:
     """An engine alone."""
-    engine = _started("engine", lambda: start_engine(settings, model, run_dir))
+    engine = _started("engine", lambda: start_engine(settings, model, run_dir, objective=objective))
     try:
         _wait([engine], stop)
         yield engine.result()
@@ -78,11 +81,15 @@ def serving(settings: Settings, model: Path | str | None, run_dir: Path, stop: t
         _close(server)
 
 
-def start_engine(settings: Settings, model: Path, run_dir: Path) -> TrainingEngine:
+def start_engine(settings: Settings, model: Path, run_dir: Path, *, objective: Objective = "policy") -> TrainingEngine:
     """What updates the weights."""
+    if settings.engine == "direct-ray":
+        from rllm_trainer.cluster.direct import RayEngine
+
+        return RayEngine.start_on_ray(model, settings, run_dir)
     from rllm_trainer.engine.verl import VerlEngine
 
-    return VerlEngine.start(model, settings, run_dir)
+    return VerlEngine.start(model, settings, run_dir, objective=objective)
 
 
 def start_server(settings: Settings, model: Path | str | None, run_dir: Path, *, swaps: bool = True) -> Server:

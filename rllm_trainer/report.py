@@ -17,9 +17,10 @@ import msgspec
 from rllm_trace.routing import CallSite
 from rllm_trainer.config import SettingRow
 from rllm_trainer.intervals import Interval
-from rllm_trainer.metrics import EVAL_GREEDY, EVAL_SAMPLED, GAP_MEAN, REWARD_MEAN, Line
+from rllm_trainer.metrics import EVAL_GREEDY, EVAL_NLL, EVAL_SAMPLED, GAP_MEAN, REWARD_MEAN, Line
 from rllm_trainer.rollout.attempt import Job
 from rllm_trainer.samples import Counters
+from rllm_trainer.trainability_report import TrainabilityReport
 from rllm_trainer.types import Rollout
 
 __all__ = ["Losses", "Report", "losses_of"]
@@ -41,6 +42,8 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
     """Cause -> prompts that started a new row."""
     notes: list[str] = []
     """Further sentences: retries, groups without signal, extra episodes."""
+    examples: dict[str, str] = {}
+    """Reason or cause -> one case of it."""
 
 
 class Report:
@@ -51,6 +54,8 @@ class Report:
 
         self.warnings: list[str] = []
         self._progress = progress
+        self._exemplified: set[str] = set()
+        """Reasons and causes of which a case has been shown."""
         self._out: Any = cast("Any", Console)(soft_wrap=True, highlight=False)
         self._err: Any = cast("Any", Console)(soft_wrap=True, highlight=False, stderr=True)
 
@@ -98,9 +103,14 @@ class Report:
         self._out.print("  ".join(parts))
         for sentence in _loss_lines(losses):
             self._out.print(f"    {_plain(sentence)}", style="dim")
+        for name, example in losses.examples.items():
+            if name not in self._exemplified:
+                self._exemplified.add(name)
+                self._out.print(f"      {_plain(name)}, such as {_plain(example)}", style="dim")
 
-    def trainability(self, counters: Counters) -> None:
+    def trainability(self, found: TrainabilityReport) -> None:
         """What became of the calls and tokens of the whole run."""
+        counters = found.counters
         if not counters.episodes:
             return
         self.note(
@@ -108,13 +118,12 @@ class Report:
             f"trained, in {counters.rows} rows of {counters.episodes} episodes; {counters.multi_call_episodes} episodes made two or more "
             f"calls, and {counters.one_row_episodes} of them are one row"
         )
-        for what, counts in (
-            ("sampled tokens not trained", counters.lost_tokens),
-            ("calls not trained", counters.set_aside_calls),
-            ("prompts that started a new row", counters.breaks),
-        ):
-            if counts:
-                self.note(f"    {what}: {_counted(counts)}")
+        rows = found.table()
+        if rows and self._progress:
+            table = _table("", "cause", "count", "tokens", "such as")
+            for what, cause, count, tokens, example in rows:
+                table.add_row(what, _plain(cause), str(count), str(tokens), _plain(_short(example)))
+            self._out.print(table)
 
     def evaluation(self, when: str, sampled: Interval, greedy: Interval | None, failures: Mapping[str, int]) -> None:
         """One evaluation."""
@@ -162,11 +171,12 @@ _STEP_WORDS: tuple[tuple[str, str], ...] = (
     ("seconds", "{:.1f} s"),
     (EVAL_SAMPLED, "held-out {:.3f}"),
     (EVAL_GREEDY, "greedy {:.3f}"),
+    (EVAL_NLL, "held-out loss {:.4f}"),
 )
 
 
-def losses_of(rollouts: Sequence[Rollout], counters: Counters, notes: Sequence[str]) -> Losses:
-    """What a batch lost, counted."""
+def losses_of(rollouts: Sequence[Rollout], counters: Counters, notes: Sequence[str], found: TrainabilityReport | None = None) -> Losses:
+    """What a batch lost, counted; ``found`` has examples."""
     failed = [r for r in rollouts if r.fault is not None]
     return Losses(
         faults=dict(Counter(str(r.fault) for r in failed)),
@@ -174,6 +184,7 @@ def losses_of(rollouts: Sequence[Rollout], counters: Counters, notes: Sequence[s
         tokens=counters.lost_tokens,
         breaks=counters.breaks,
         notes=list(notes),
+        examples={} if found is None else {cause: _short(example) for _, cause, _, _, example in found.table()},
     )
 
 

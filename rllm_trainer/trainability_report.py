@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -17,6 +18,8 @@ from rllm_trainer.samples import Counters, SampleSet
 from rllm_trainer.types import Float32, Sample
 
 __all__ = ["Entry", "Limits", "Ratio", "Staleness", "TrainabilityReport", "exceeded", "logprob_ratio", "trainability_report"]
+
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 _NEVER_MEANT = "no_train"
 _INEXACT = "inexact"
@@ -138,16 +141,16 @@ class TrainabilityReport(msgspec.Struct, frozen=True, kw_only=True):
         return [(what, entry.name, entry.count, entry.tokens, entry.example) for what, entries in named for entry in entries]
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a run stops rather than train on what is left; None: never for this."""
 
-    share_trained: float | None = 0.5
+    share_trained: _Share | None = 0.5
     """Least share of the sampled tokens that is trained."""
-    groups_without_signal: float | None = None
+    groups_without_signal: _Share | None = None
     """Largest share of groups."""
-    staleness: int | None = None
+    staleness: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Most versions behind."""
-    ratio_p99: float | None = 10.0
+    ratio_p99: Annotated[float, msgspec.Meta(ge=1)] | None = 10.0
     """Largest factor between trainer and server."""
 
 

@@ -14,7 +14,7 @@ PROMISED = {
         "uninstrument", "add_reward", "current_episode", "headers", "attach", "bind",
         "Episode", "Trajectory", "ModelCall", "Choice", "Reward", "ToolCall",
     },
-    "rllm_trainer": {"fit", "evaluate", "replay"},
+    "rllm_trainer": {"fit", "evaluate", "replay", "sft"},
 }  # fmt: skip
 
 

@@ -32,6 +32,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """What it takes besides scores: each reward by name, or the sum of squared probabilities at each token."""
     refused: str | None = None
     """Why it cannot be used here."""
+    module: str | None = None
+    """The user's module that registered it with verl; None: it is verl's own, or ``function`` is it."""
     function: Callable[[Units], Float32] | None = None
     """A user's own rule: units in, (L) advantages out, run here. None: verl's estimator, run in the engine's process."""
 

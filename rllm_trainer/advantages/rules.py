@@ -22,6 +22,7 @@ from rllm_trainer.advantages import (
     tir_optimal_token_baseline,
 )
 from rllm_trainer.advantages.base import Rule
+from rllm_trainer.advantages.registered import registered_in
 from rllm_trainer.exceptions import SettingError
 
 __all__ = ["RULES", "register", "rule_named", "rules_of"]
@@ -79,9 +80,11 @@ def rule_named(name: str) -> Rule:
         SettingError: there is none, or it cannot be used here.
     """
     found = RULES.get(name)
+    if found is None and (module := registered_in("algorithm", name)) is not None:
+        return Rule(name=name, summary=f"Registered by {module}.", grouped=False, inert_without_spread=False, module=module)
     if found is None:
         usable = ", ".join(known for known, rule in RULES.items() if rule.refused is None)
-        raise SettingError(f"algorithm={name!r}: verl has no such estimator; choose one of {usable}")
+        raise SettingError(f"algorithm={name!r}: neither verl nor a module of yours has such an estimator; choose one of {usable}")
     if found.refused is not None:
         raise SettingError(f"algorithm={name!r} is refused: {found.refused}")
     return found

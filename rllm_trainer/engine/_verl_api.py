@@ -23,6 +23,7 @@ import verl.workers.engine.fsdp.transformer_impl as _fsdp
 import verl.workers.engine_workers_tinker as _tinker
 from verl.trainer.ppo import core_algos as _core_algos
 from verl.utils import tensordict_utils as _tensordict_utils
+from verl.workers.utils import losses as _losses
 
 torch: Any = _torch
 DTensor: Any = _dtensor.DTensor
@@ -30,6 +31,7 @@ distribute_tensor: Any = _dtensor.distribute_tensor
 
 core_algos: Any = _core_algos
 rollout_corr_helper: Any = _correction
+sft_loss: Any = _losses.sft_loss
 tensordict_utils: Any = _tensordict_utils
 torch_functional: Any = _functional
 convert_weight_keys: Any = _model.convert_weight_keys

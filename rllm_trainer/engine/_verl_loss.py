@@ -2,7 +2,8 @@
 
 Losses of verl that treat each token by itself see the tokens of a micro-batch as one long line; losses over sequences see one line per
 trajectory. Either way verl sums (``token-sum``), each token weighted by its share, and the batch's one denominator divides: so loss and
-gradient depend neither on rows nor on micro-batches. KL and entropy terms carry the same shares.
+gradient depend neither on rows nor on micro-batches. KL and entropy terms carry the same shares. A loss that looks at the whole batch is
+computed once over it (``over_batch``), and each micro-batch takes its tokens' part of the gradient.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from rllm_trainer.engine._verl_api import core_algos, torch
 from rllm_trainer.engine.policy_losses import PolicyLoss
+from rllm_trainer.engine.verl_batch import Columns
 
 __all__ = ["TokenLoss"]
 
@@ -21,11 +23,12 @@ _SUM = "token-sum"
 class TokenLoss:
     """Called by verl's engine for each micro-batch, with jagged fields that have one entry per wanted token."""
 
-    def __init__(self, kind: PolicyLoss, config: Any, *, kl_coef: float, kl_estimator: str, entropy_coef: float) -> None:
+    def __init__(self, kind: PolicyLoss, config: Any, *, loss_agg: str, kl_coef: float, kl_estimator: str, entropy_coef: float) -> None:
         self.kind = kind
         self.entropy = entropy_coef != 0
         self._policy_loss = core_algos.get_policy_loss_fn(kind.name)
         self._config = config
+        self._loss_agg = loss_agg
         self._kl_coef = kl_coef
         self._kl_estimator = kl_estimator
         self._entropy_coef = entropy_coef
@@ -68,7 +71,40 @@ class TokenLoss:
             self._averages[name] += float(value) * tokens
         self._tokens += tokens
 
+    def over_batch(self, now: Any, columns: Columns, wanted: Any, *, denominator: float) -> tuple[Any, float, dict[str, float]]:
+        """(N) what the loss changes with each wanted token's logprob, the loss itself, and verl's metrics.
+
+        Args:
+            now: (N) logprobs under the weights as they are.
+            wanted: (S) N of them.
+        """
+        log_probs = torch.from_numpy(now).requires_grad_()
+        take = lambda values: torch.from_numpy(values[wanted])  # noqa: E731
+        lay = _Lines(take(columns.sequences))
+        mask = lay(torch.ones_like(log_probs.detach()))
+        shares = None if columns.is_weights is None else take(columns.is_weights)
+        if self.kind.mean == "ours":
+            shares = take(columns.weights) if shares is None else shares * take(columns.weights)
+        self._config.global_batch_info.update(
+            dp_size=1, batch_num_tokens=len(now), global_batch_size=int(mask.shape[0]), loss_scale_factor=self._config.loss_scale_factor
+        )
+        loss, found = self._policy_loss(
+            old_log_prob=lay(take(columns.old_logprobs)),
+            log_prob=lay(log_probs),
+            advantages=lay(take(columns.advantages)),
+            response_mask=mask,
+            loss_agg_mode=_SUM if self.kind.mean == "ours" else self._loss_agg,
+            config=self._config,
+            rollout_is_weights=None if shares is None else lay(shares),
+        )
+        if self.kind.mean == "ours":
+            loss = loss / denominator
+        loss.backward()
+        return log_probs.grad.numpy(), float(loss.detach()), {name: float(value) for name, value in found.items()}
+
     def _policy_term(self, log_probs: Any, weights: Any, data: Any, *, denominator: float, ranks: int) -> tuple[Any, dict[str, Any]]:
+        if self.kind.whole_batch:
+            return (log_probs * data["coefficients"].values()).sum() * ranks, {}
         old, advantages = data["old_logprobs"].values(), data["advantages"].values()
         lay = _Lines(data["sequences"].values()) if self.kind.over_sequences else _one_line
         mask = lay(torch.ones_like(old))

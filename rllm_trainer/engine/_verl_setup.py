@@ -15,10 +15,12 @@ from rllm_trainer.engine._verl_api import (
     FSDPOptimizerConfig,
     HFModelConfig,
     PolicyLossConfig,
+    RolloutCorrectionConfig,
     TinkerTrainingWorker,
     TrainingWorkerConfig,
 )
 from rllm_trainer.engine._verl_loss import TokenLoss
+from rllm_trainer.engine._verl_sft import SftLoss
 from rllm_trainer.engine.policy_losses import PolicyLoss
 
 __all__ = ["make_loss", "make_worker"]
@@ -80,16 +82,29 @@ def _optimizer_fields(passed: Mapping[str, Any], *, eps: float, fused: bool) -> 
     return {**passed, "override_optimizer_config": {**own, **passed.get("override_optimizer_config", {})}}
 
 
-def make_loss(config: Mapping[str, Any]) -> TokenLoss:
+def make_loss(config: Mapping[str, Any]) -> TokenLoss | SftLoss:
+    """The loss of the run's objective."""
+    if config["objective"] == "sft":
+        return SftLoss()
     kind = msgspec.convert(config["policy_loss"], PolicyLoss)
     actor_fields = dict(config["verl"].get("actor", {}))
+    loss_fields = dict(actor_fields.pop("policy_loss", {}))
+    if "rollout_correction" in loss_fields:
+        loss_fields["rollout_correction"] = RolloutCorrectionConfig(**loss_fields["rollout_correction"])
     actor = FSDPActorConfig(
         strategy="fsdp2",
         rollout_n=1,
         use_dynamic_bsz=True,
         clip_ratio_low=config["clip_low"],
         clip_ratio_high=config["clip_high"],
-        policy_loss=PolicyLossConfig(loss_mode=kind.name, **actor_fields.pop("policy_loss", {})),
+        policy_loss=PolicyLossConfig(loss_mode=kind.name, **loss_fields),
         **actor_fields,
     )
-    return TokenLoss(kind, actor, kl_coef=config["kl_coef"], kl_estimator=config["kl_estimator"], entropy_coef=config["entropy_coef"])
+    return TokenLoss(
+        kind,
+        actor,
+        loss_agg=config["loss_agg"],
+        kl_coef=config["kl_coef"],
+        kl_estimator=config["kl_estimator"],
+        entropy_coef=config["entropy_coef"],
+    )

@@ -6,8 +6,10 @@ its engine, losses, optimizer and clipping are verl's. All ranks get the same ca
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +24,7 @@ from rllm_trainer.engine._verl_setup import make_loss, make_worker
 from rllm_trainer.engine._verl_worker import DEVICE_VARIABLE
 from rllm_trainer.engine.shared_prefix import Trie, build_tries
 from rllm_trainer.engine.tensor_file import write_tensors
-from rllm_trainer.engine.verl_batch import plan_micro_batches, rows_of_sequences, wanted_for_update
+from rllm_trainer.engine.verl_batch import Columns, plan_micro_batches, rows_of_sequences, wanted_for_update
 
 __all__ = ["VerlTrainer"]
 
@@ -50,6 +52,7 @@ class VerlTrainer:
         torch.set_num_threads(int(config["threads"]))
         _seed(int(config["seed"]) + self._rank)
         self._reference: Any = None
+        _import_modules(config)
         self._worker: Any = make_worker(self._config, trained=True)
         self._loss = make_loss(self._config)
         self._worker.set_loss_fn(self._loss)
@@ -101,8 +104,11 @@ class VerlTrainer:
         rows = FlatRows(payload)
         wanted = np.ones(len(rows.token_ids), np.bool_)
         wanted[rows.offsets[:-1]] = False
-        out = np.full(len(rows.token_ids), np.nan, np.float32)
         worker, flags = self._policy_or_reference(bool(payload["reference"]))
+        return self._read_at(rows, wanted, name, worker, flags)
+
+    def _read_at(self, rows: FlatRows, wanted: Any, name: str, worker: Any, flags: dict[str, Any]) -> Any:
+        out = np.full(len(rows.token_ids), np.nan, np.float32)
         flags["calculate_sum_pi_squared"] = name == "sum_pi_squared"
         for tries, live in self._micro_batches(rows, wanted):
             distinct = [trie.distinct(rows.token_ids, rows.temperatures) for trie in tries]
@@ -197,24 +203,43 @@ class VerlTrainer:
         together = rows_of_sequences(columns, wanted) if self._loss.kind.over_sequences else ()
         fields = {name: getattr(columns, name) for name in _LOSS_FIELDS if getattr(columns, name) is not None}
         settings = {"denominator": float(payload["denominator"]), "calculate_entropy": self._loss.entropy}
+        whole: tuple[float, dict[str, float]] | None = None
+        if self._loss.kind.whole_batch and wanted.any():
+            fields["coefficients"], *whole = self._over_batch(rows, columns, wanted, float(payload["denominator"]))
         differences: list[Any] = [np.zeros(0, np.float32)]
         tokens = 0
         self._loss.clear()
         for tries, live in self._micro_batches(rows, wanted, together):
-            share = fields if live else {**fields, "weights": np.zeros_like(columns.weights)}
+            share = fields if live else {**fields, **dict.fromkeys(_SHARES & fields.keys(), np.zeros_like(columns.weights))}
             output = self._worker.forward_backward(rows.tensordict(tries, share, live=float(live), **settings))
             if live:
                 places = np.concatenate([trie.places for trie in tries])
                 differences.append(output["log_probs"].values().numpy() - columns.recorded_logprobs[places])
                 tokens += sum(trie.tokens for trie in tries)
         terms, averages = self._loss.totals()
+        terms = {name: value / self._ranks for name, value in terms.items()}
+        if whole is not None:
+            value, averages = whole
+            surrogate = terms.get("actor/pg_loss", 0.0)
+            terms |= {"actor/pg_loss": value / self._ranks, "loss": terms.get("loss", 0.0) - surrogate + value / self._ranks}
         return {
-            "terms": {name: value / self._ranks for name, value in terms.items()},
+            "terms": terms,
             "averages": averages,
             "differences": np.concatenate(differences),
             "tokens": tokens,
             "wanted": int(sum(len(part) for part in differences)),
         }
+
+    def _over_batch(self, rows: FlatRows, columns: Columns, wanted: Any, denominator: float) -> tuple[Any, float, dict[str, float]]:
+        """(S) each wanted token's part of the gradient, the loss and its metrics: the same on every rank."""
+        mine = np.nan_to_num(self._read_at(rows, wanted, "log_probs", self._worker, {}))
+        if self._ranks > 1:
+            whole = torch.from_numpy(mine)
+            torch.distributed.all_reduce(whole)
+            mine = whole.numpy()
+        found = np.zeros(len(wanted), np.float32)
+        found[wanted], loss, metrics = self._loss.over_batch(mine[wanted], columns, wanted, denominator=denominator)
+        return found, loss, metrics
 
     def _micro_batches(self, rows: FlatRows, wanted: Any, together: Any = ()) -> list[tuple[list[Trie], bool]]:
         limits = {
@@ -267,6 +292,7 @@ class VerlTrainer:
         return self._reference, {}
 
 
+_SHARES = frozenset({"weights", "coefficients"})
 _LOSS_FIELDS = ("advantages", "weights", "old_logprobs", "sequences", "ref_logprobs", "is_weights")
 
 
@@ -301,6 +327,14 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return getattr(value, "value", value)
     return str(value)
+
+
+def _import_modules(config: Mapping[str, Any]) -> None:
+    """The user's modules that register estimators and losses with verl, found where the app's process finds them."""
+    if config["modules"]:
+        sys.path += [entry for entry in config["import_path"] if entry not in sys.path]
+    for module in config["modules"]:
+        importlib.import_module(module)
 
 
 def _seed(seed: int) -> None:

@@ -1,6 +1,7 @@
 """verl's policy losses by name: what each needs so that its gradient does not depend on how the batch is cut, or why it is refused.
 
-The losses themselves are verl's functions, called in the engine's process; this table is what must be known about them before.
+The losses themselves are verl's functions, called in the engine's process; this table is what must be known about them before. Of a loss
+that a module of the user's registered with verl nothing is known, so it is called once over the whole batch, as verl would call it there.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from rllm_trainer.advantages.registered import registered_in
 from rllm_trainer.exceptions import SettingError
 
 __all__ = ["POLICY_LOSSES", "PolicyLoss", "policy_loss"]
@@ -20,24 +22,23 @@ class PolicyLoss(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     over_sequences: bool = False
     """A token's loss depends on the other tokens of its trajectory, so these must be computed at once."""
+    whole_batch: bool = False
+    """A token's loss may depend on any other of the batch: the loss is computed once, over the logprobs of a first pass, and a second
+    pass takes the gradient, each token's logprob times what the loss changes with it."""
     zero_is_inert: bool = True
     """A token with advantage 0 has a gradient of exactly 0."""
-    mean: Literal["ours", "token-mean of sequences", "mean of sequences"] = "ours"
-    """Who averages: verl sums and we divide; or verl ignores the aggregation asked for and takes its own mean."""
+    mean: Literal["ours", "token-mean of sequences", "mean of sequences", "verl's"] = "ours"
+    """Who averages: verl sums and we divide; or verl ignores the aggregation asked for and takes its own mean; or, over the whole
+    batch, verl averages as asked."""
     loss_agg: str | None = None
     """The only ``loss_agg`` that it can have, where verl fixes it."""
     needs: tuple[str, ...] = ()
     """Entries of ``verl={"actor": {...}}`` without which verl refuses it."""
-    refused: str | None = None
-    """Why it cannot be used here."""
+    module: str | None = None
+    """The user's module that registered it with verl; None: it is verl's own."""
 
 
 _SEQUENCE_MEAN = "seq-mean-token-mean"
-_COVARIANCE = (
-    "verl picks its tokens by the covariance within one micro-batch, so the gradient would depend on the micro-batch size; "
-    "use 'vanilla', 'cispo' or 'gspo'"
-)
-
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     loss.name: loss
     for loss in (
@@ -50,29 +51,26 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         PolicyLoss(name="gpg"),
         PolicyLoss(name="gspo", over_sequences=True),
         PolicyLoss(name="sapo", mean="token-mean of sequences", loss_agg=_SEQUENCE_MEAN),
-        PolicyLoss(name="clip_cov", refused=_COVARIANCE),
-        PolicyLoss(name="kl_cov", refused=_COVARIANCE),
-        PolicyLoss(
-            name="bypass_mode",
-            refused="here the ratio is taken to the recorded logprobs already, which is what it does; use 'vanilla' (its ppo_clip) "
-            "or 'gpg' (its reinforce)",
-        ),
+        PolicyLoss(name="clip_cov", whole_batch=True, zero_is_inert=False),
+        PolicyLoss(name="kl_cov", whole_batch=True, zero_is_inert=False),
+        PolicyLoss(name="bypass_mode", whole_batch=True, zero_is_inert=False, mean="verl's", needs=("policy_loss.rollout_correction",)),
     )
 }
 
 
 def policy_loss(name: str, *, loss_agg: str) -> PolicyLoss:
-    """The loss of that name.
+    """The loss of that name: verl's, or one that a module of the user's registered with verl in this process.
 
     Raises:
-        SettingError: no such loss; it is refused here; or it cannot be aggregated as asked.
+        SettingError: no such loss, or it cannot be aggregated as asked.
     """
     found = POLICY_LOSSES.get(name)
-    usable = ", ".join(sorted(known for known, loss in POLICY_LOSSES.items() if loss.refused is None))
     if found is None:
-        raise SettingError(f"policy_loss={name!r}: verl has no such loss; choose one of {usable}")
-    if found.refused is not None:
-        raise SettingError(f"policy_loss={name!r} is refused: {found.refused}")
+        module = registered_in("policy_loss", name)
+        if module is None:
+            usable = ", ".join(sorted(POLICY_LOSSES))
+            raise SettingError(f"policy_loss={name!r}: neither verl nor a module of yours has such a loss; choose one of {usable}")
+        found = PolicyLoss(name=name, whole_batch=True, zero_is_inert=False, mean="verl's", module=module)
     if found.loss_agg is not None and loss_agg != found.loss_agg:
         raise SettingError(
             f"policy_loss={name!r} is always aggregated as {found.loss_agg!r}; set loss_agg={found.loss_agg!r}, got {loss_agg!r}"

@@ -26,7 +26,7 @@ from rllm_trainer.correction import Corrected, Correction
 from rllm_trainer.engine.base import UpdateReport, WeightsFile
 from rllm_trainer.engine.memory import free_memory, model_shape, with_micro_batch
 from rllm_trainer.engine.verl_batch import pack_rows, pack_token_ids
-from rllm_trainer.engine.verl_settings import child_settings, passed_to_verl, require_supported
+from rllm_trainer.engine.verl_settings import Objective, child_settings, passed_to_verl, require_supported
 from rllm_trainer.engine.weights_folder import WeightsFolder
 from rllm_trainer.exceptions import CheckpointError, EngineError
 from rllm_trainer.types import Batch, Float32, Int32
@@ -66,6 +66,7 @@ class VerlEngine:
         device: Device = "auto",
         ranks: int = 1,
         shared_prefix: bool = True,
+        objective: Objective = "policy",
         start_timeout: float = 600.0,
         call_timeout: float = 7200.0,
     ) -> VerlEngine:
@@ -76,6 +77,7 @@ class VerlEngine:
             run_dir: gets the engine's log, and its weights files where shared memory has no room.
             ranks: processes that share the rows; more than one is for tests and for machines with several devices.
             shared_prefix: compute what rows begin with in common once, where the model allows it (checked at the start).
+            objective: ``sft``: updates raise the likelihood of the rows' tokens, whatever their advantages.
             call_timeout: seconds that one update may take.
 
         Raises:
@@ -84,7 +86,7 @@ class VerlEngine:
         """
         require_supported(settings)
         settings = with_micro_batch(model_shape(model_path), settings, available=free_memory())
-        config = child_settings(settings, model_path, shared_prefix=shared_prefix)
+        config = child_settings(settings, model_path, shared_prefix=shared_prefix, objective=objective)
         run_dir.mkdir(parents=True, exist_ok=True)
         meeting = Path(tempfile.mkdtemp(prefix="rllm-meet-")) if ranks > 1 else None
 
@@ -109,7 +111,9 @@ class VerlEngine:
             raise EngineError(str(failed)) from failed
         return cls([future.result() for future in futures], settings, model_path, run_dir, call_timeout)
 
-    def restart(self, settings: Settings, *, model_path: Path | None = None, shared_prefix: bool = True) -> None:
+    def restart(
+        self, settings: Settings, *, model_path: Path | None = None, shared_prefix: bool = True, objective: Objective = "policy"
+    ) -> None:
         """A model anew from its folder, with other settings, in the same processes: ready in a moment, where a start takes seconds.
 
         Raises:
@@ -118,7 +122,8 @@ class VerlEngine:
         model_path = model_path or self._model_path
         require_supported(settings)
         settings = with_micro_batch(model_shape(model_path), settings, available=free_memory())
-        self._take(self._call("restart", child_settings(settings, model_path, shared_prefix=shared_prefix), self._timeout)[0])
+        config = child_settings(settings, model_path, shared_prefix=shared_prefix, objective=objective)
+        self._take(self._call("restart", config, self._timeout)[0])
         self._settings, self._model_path = settings, model_path
 
     def logprobs(self, rows: Sequence[Int32], *, temperatures: Sequence[float], reference: bool = False) -> list[Float32]:
@@ -335,6 +340,7 @@ def _merged(replies: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], dic
 def _gap(replies: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """How far the trainer's logprobs were from the recorded ones before the first step, over the tokens computed."""
     differences = np.concatenate([to_array(reply["differences"]) for reply in replies])
+    differences = differences[np.isfinite(differences)]  # of what nobody sampled there is no other logprob
     if not len(differences):
         return {"update/wanted_tokens": 0.0}
     size = np.abs(differences)

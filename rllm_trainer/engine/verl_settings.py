@@ -7,9 +7,10 @@ this engine are let through: a switch that it would ignore is an error, not a su
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -19,7 +20,10 @@ from rllm_trainer.config import Settings
 from rllm_trainer.engine.policy_losses import PolicyLoss, policy_loss
 from rllm_trainer.exceptions import SettingError
 
-__all__ = ["PASSED", "child_settings", "passed_to_verl", "require_supported"]
+__all__ = ["PASSED", "Objective", "child_settings", "passed_to_verl", "require_supported"]
+
+Objective = Literal["policy", "sft"]
+"""What an update follows: the policy loss on advantages, or the likelihood of the rows' tokens."""
 
 PASSED: dict[str, frozenset[str]] = {
     "actor": frozenset({"clip_ratio_c", "loss_scale_factor", "policy_loss", "tau_neg", "tau_pos"}),
@@ -30,7 +34,16 @@ PASSED: dict[str, frozenset[str]] = {
 }
 """Section of verl's configuration -> entries that have an effect here."""
 
-_POLICY_LOSS_ENTRIES = frozenset({"dro_beta"})
+_POLICY_LOSS_ENTRIES = {
+    "clip_cov_lb": "clip_cov",
+    "clip_cov_ratio": "clip_cov",
+    "clip_cov_ub": "clip_cov",
+    "dro_beta": "dro",
+    "kl_cov_ratio": "kl_cov",
+    "ppo_kl_coef": "kl_cov",
+    "rollout_correction": "bypass_mode",
+}
+"""Entry of verl's policy_loss section -> the loss that reads it."""
 _OURS = {
     "clip_ratio_low": "clip_low",
     "clip_ratio_high": "clip_high",
@@ -74,13 +87,13 @@ def passed_to_verl(settings: Settings) -> dict[str, dict[str, Any]]:
         passed[section] = {str(name): value for name, value in cast("Mapping[Any, Any]", entries).items()}
         for name in passed[section]:
             _check_entry(section, name)
-    asked = passed.get("actor", {}).get("policy_loss", {})
-    for name in asked:
-        if name not in _POLICY_LOSS_ENTRIES:
-            raise SettingError(
-                f"verl['actor']['policy_loss'][{name!r}] has no effect here; entries are {', '.join(sorted(_POLICY_LOSS_ENTRIES))}"
-            )
     kind = policy_loss(settings.policy_loss, loss_agg=settings.loss_agg)
+    for name in passed.get("actor", {}).get("policy_loss", {}):
+        if name not in _POLICY_LOSS_ENTRIES or (kind.module is None and _POLICY_LOSS_ENTRIES[name] != kind.name):
+            entries = ", ".join(f"{entry} (of {loss!r})" for entry, loss in _POLICY_LOSS_ENTRIES.items())
+            raise SettingError(
+                f"verl['actor']['policy_loss'][{name!r}] has no effect with policy_loss={kind.name!r}; entries are {entries}"
+            )
     _check_needs(kind, passed)
     return passed
 
@@ -93,10 +106,15 @@ def require_supported(settings: Settings) -> None:
     """
     rules_of(settings.algorithm)
     passed_to_verl(settings)
+    if settings.policy_loss == "bypass_mode" and settings.staleness:
+        raise SettingError(
+            "policy_loss='bypass_mode' takes its ratio to the recorded logprobs, and with staleness above 0 they are replaced by "
+            "recomputed ones; use another loss, or staleness=0"
+        )
     require_scale_factor(settings)
 
 
-def child_settings(settings: Settings, model_path: Path, *, shared_prefix: bool = True) -> dict[str, Any]:
+def child_settings(settings: Settings, model_path: Path, *, shared_prefix: bool = True, objective: Objective = "policy") -> dict[str, Any]:
     """What the engine's process must know, in plain types; ``micro_batch_tokens`` is set by now."""
     kind = policy_loss(settings.policy_loss, loss_agg=settings.loss_agg)
     passed = passed_to_verl(settings)
@@ -108,8 +126,12 @@ def child_settings(settings: Settings, model_path: Path, *, shared_prefix: bool 
         passed.pop("model", None)
     return {
         "model_path": str(model_path),
+        "objective": objective,
         "lora": None if settings.lora is None else msgspec.to_builtins(settings.lora),
         "policy_loss": msgspec.to_builtins(kind),
+        "loss_agg": settings.loss_agg,
+        "modules": sorted({found.module for found in [kind, *rules_of(settings.algorithm)] if found.module is not None}),
+        "import_path": list(sys.path),
         "clip_low": settings.clip_low,
         "clip_high": settings.clip_high,
         "kl_coef": settings.kl_coef if settings.kl_in == "loss" else 0.0,

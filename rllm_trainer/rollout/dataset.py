@@ -19,10 +19,12 @@ import msgspec
 
 from rllm_trainer.exceptions import DatasetError
 
-__all__ = ["FixedTasks", "Row", "StreamedTasks", "Task", "columns_of", "read_tasks", "require_disjoint"]
+__all__ = ["FixedTasks", "Row", "StreamedTasks", "Task", "columns_of", "read_rows", "read_tasks", "require_disjoint"]
 
 Row = Any
 """A mapping from column to value, or anything else that the app takes as its one argument."""
+
+_MOST_ROWS = 10_000_000
 
 _EXPECTED = "a list of dicts or of strings, a path to .jsonl, .json or .parquet, a pandas or Hugging Face table, or an iterable of rows"
 
@@ -112,6 +114,14 @@ def read_tasks(dataset: Any, *, name: str = "dataset") -> Tasks:
     for row in iterator:
         return StreamedTasks(iterator, make_task(row, 0, name))
     raise DatasetError(_empty(name))
+
+
+def read_rows(dataset: Any, name: str) -> list[Row]:
+    """All rows of what the user gave, as they are, equal ones too. Raises ``DatasetError`` as ``read_tasks``, or for too many to hold."""
+    rows = list(islice(_rows(dataset, name), _MOST_ROWS + 1))
+    if len(rows) > _MOST_ROWS:
+        raise DatasetError(f"{name}: got more than {_MOST_ROWS} rows from an iterable; expected a number that memory can hold: give a list")
+    return rows
 
 
 def make_task(row: Row, number: int, name: str) -> Task:

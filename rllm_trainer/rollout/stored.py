@@ -60,10 +60,13 @@ class StoredGroup(msgspec.Struct, frozen=True, kw_only=True):
         return self.group.task_id if self.step is None else f"{self.group.task_id}@{self.step}"
 
 
-def read_recorded(source: Any) -> tuple[list[Rollout], list[int | None], Counter[str]]:
+def read_recorded(source: Any, *, grouped: bool = True) -> tuple[list[Rollout], list[int | None], Counter[str]]:
     """Rollouts, the step of each, and how many episodes were set aside for which reason.
 
     Rollouts of a run folder are as its run saw them; those made of bare episodes have the rewards that are stored with them.
+
+    Args:
+        grouped: an episode whose task is not known is set aside. False: it is a task of its own.
 
     Raises:
         DatasetError: it is none of what holds episodes, or holds none.
@@ -75,7 +78,7 @@ def read_recorded(source: Any) -> tuple[list[Rollout], list[int | None], Counter
             raise DatasetError(f"{source} holds no training rollouts; give the folder of a run that took a step")
         return [rollout for rollout, _ in pairs], [step for _, step in pairs], Counter()
     aside: Counter[str] = Counter()
-    chosen = _chosen(read_episodes(source), aside)
+    chosen = _chosen(read_episodes(source), aside, grouped=grouped)
     return [_rollout(task_id, index, episode) for task_id, index, _, episode in chosen], [step for _, _, step, _ in chosen], aside
 
 
@@ -145,7 +148,7 @@ def _only_episodes(given: Iterable[Any]) -> Iterator[Episode]:
         yield one
 
 
-def _chosen(episodes: Iterable[Episode], aside: Counter[str]) -> list[tuple[str, int, int | None, Episode]]:
+def _chosen(episodes: Iterable[Episode], aside: Counter[str], *, grouped: bool) -> list[tuple[str, int, int | None, Episode]]:
     """(task id, index, step, episode) of what can be in a group, in the order of the store."""
     attempts: dict[tuple[Any, ...], list[Episode]] = {}
     for episode in episodes:
@@ -153,7 +156,7 @@ def _chosen(episodes: Iterable[Episode], aside: Counter[str]) -> list[tuple[str,
         if split not in (None, "train"):
             aside["made for an evaluation"] += 1
             continue
-        task_id = episode.task_id or _task_of_input(episode)
+        task_id = episode.task_id or (_task_of_input(episode) if grouped else episode.id)
         if task_id is None:
             aside["no task: it has neither a task id nor an input"] += 1
             continue

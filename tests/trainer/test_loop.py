@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from rllm_trace.routing import CallSites
-from rllm_trace.types import Logprobs
+from rllm_trace.types import ErrorInfo, Logprobs
 from rllm_trainer.checkpoint import Checkpoints
 from rllm_trainer.config import make_settings
 from rllm_trainer.engine.verl import VerlEngine
-from rllm_trainer.exceptions import TooManyFaults
+from rllm_trainer.exceptions import BeyondLimits, TooManyFaults
 from rllm_trainer.loop import Loop, Parts
 from rllm_trainer.metrics import MetricsLog, read_metrics
 from rllm_trainer.models import resolve_model
@@ -171,6 +171,29 @@ def test_lost_rollouts_stop_the_run(engine, recorded, loop_of):
     with pytest.raises(TooManyFaults, match=r"75% of 8 rollouts were lost .*boom \(6 times\)"):
         loop_of(RecordedSource(lost), "run").run()
     assert engine.export_weights(0).digest == before
+
+
+def test_a_step_beyond_a_limit_ends_the_run_before_it_learns(engine, recorded, loop_of, tmp_path):
+    """Where too few of the sampled tokens can be trained, the run stops with how few and why; the weights stay, the table is on file."""
+    restart(engine)
+    before = engine.export_weights(0).digest
+
+    def inexact(rollout):
+        (first, second) = rollout.episode.trajectories[0].calls
+        second = msgspec.structs.replace(second, exact=False, inexact_reason="no ids at all", trainable=False)
+        first = msgspec.structs.replace(first, error=ErrorInfo(type="x", message="gone"), trainable=False)
+        trajectory = msgspec.structs.replace(rollout.episode.trajectories[0], calls=[first, second])
+        return msgspec.structs.replace(rollout, episode=msgspec.structs.replace(rollout.episode, trajectories=[trajectory]))
+
+    some = {1: [inexact(r) if r.index else r for r in recorded[1]]}
+    with pytest.raises(
+        BeyondLimits, match=r"step 1: 20 of 80 sampled tokens are trained \(25%\); at least 50% must be. Lost to failed: 36"
+    ):
+        loop_of(RecordedSource(some), "run").run()
+    assert engine.export_weights(0).digest == before
+    table = (tmp_path / "run" / "trainability.md").read_text()
+    assert "| trainability/share_trained | 0.25 |" in table
+    assert "| inexact | no ids at all | 6 | 24 |" in table
 
 
 def test_call_sites_are_looked_at_once(engine, recorded, loop_of, capsys):

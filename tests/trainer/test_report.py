@@ -7,6 +7,7 @@ from rllm_trainer.config import make_settings, table
 from rllm_trainer.intervals import Interval
 from rllm_trainer.report import Report, losses_of
 from rllm_trainer.samples import Counters
+from rllm_trainer.trainability_report import Entry, TrainabilityReport
 from rllm_trainer.types import Rollout
 
 
@@ -43,6 +44,25 @@ def test_many_reasons_are_cut_and_counted(capsys):
     assert "and 2 further reasons, in rollouts.jsonl" in capsys.readouterr().out
 
 
+def test_causes_have_an_example_once_and_a_table_at_the_end(capsys):
+    """The first step that has a cause shows a case of it, later ones only count; the run's table has all of them."""
+    lost = [Entry(name="inexact", count=2, tokens=5, example="episode e, solver, call a: no [ids]")]
+    found = TrainabilityReport(counters=Counters(episodes=1, lost_tokens={"inexact": 5}), lost=lost)
+    report = Report()
+    for step in (1, 2):
+        report.step({"step": step}, losses_of([], found.counters, [], found), steps=2)
+    report.trainability(found)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[:5] == [
+        "step 1/2",
+        "sampled tokens not trained: inexact 5",
+        "inexact, such as episode e, solver, call a: no [ids]",
+        "step 2/2",
+        "sampled tokens not trained: inexact 5",
+    ]
+    assert "lost inexact 2 5 episode e, solver, call a: no [ids]" in lines[5:]
+
+
 def test_without_progress_only_warnings_are_printed(capsys):
     """``progress=False`` keeps stdout empty; warnings go to stderr and are kept."""
     report = Report(progress=False)
@@ -51,7 +71,7 @@ def test_without_progress_only_warnings_are_printed(capsys):
     report.routing([CallSite(model="gpt", endpoint="policy", trained=True, calls=1, values={"seed": Counter()})])
     report.step({"step": 1}, losses_of([], Counters(), []), steps=1)
     report.evaluation("before", Interval(mean=0.5, low=0.4, high=0.6), None, {})
-    report.trainability(Counters(episodes=1))
+    report.trainability(TrainabilityReport(counters=Counters(episodes=1)))
     report.warn("careful [bold]")
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", "warning: careful [bold]\n")

@@ -22,7 +22,11 @@ class TemplateError(ValueError):
 class ChatTemplate:
     """The template of a model folder, or one given instead; where the folder's has no place for tools, another for requests with tools."""
 
-    def __init__(self, folder: Path, override: str | None = None) -> None:
+    def __init__(self, folder: Path, override: str | None = None, *, marks: tuple[str, str] | None = None) -> None:
+        """
+        Args:
+            marks: printed before and after what the template says is the assistant's.
+        """
         config_path = folder / "tokenizer_config.json"
         config: dict[str, Any] = msgspec.json.decode(config_path.read_bytes()) if config_path.is_file() else {}
         self._special = {name: _content(config[name]) for name in _SPECIAL_NAMES if config.get(name) is not None}
@@ -31,7 +35,7 @@ class ChatTemplate:
         with_tools = text if override is not None or (text is not None and "tools" in text) else named.get("tool_use", named.get("tools"))
         self.source = with_tools or text or ""
         """The text of the template for requests with tools."""
-        environment = _environment()
+        environment = _environment(marks)
         self._plain = _Compiled(environment, text) if text is not None else None
         self._with_tools = _Compiled(environment, with_tools) if with_tools is not None else None
 
@@ -124,21 +128,24 @@ def _named_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return named
 
 
-def _environment() -> Any:
+def _environment(marks: tuple[str, str] | None) -> Any:
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
     from jinja2 import nodes
 
     class Generation(jinja2.ext.Extension):
-        """``{% generation %}`` marks what the assistant wrote; here it only prints it."""
+        """``{% generation %}`` stands around what the assistant wrote: it is printed, between the marks if there are any."""
 
         tags = frozenset({"generation"})  # pyright: ignore[reportAssignmentType, reportUnknownVariableType]
 
-        def parse(self, parser: Any) -> nodes.Node:
+        def parse(self, parser: Any) -> nodes.Node | list[nodes.Node]:
             line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body).set_lineno(line)
+            body = nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+            if marks is None:
+                return body
+            before, after = (nodes.Output([nodes.TemplateData(mark)]).set_lineno(line) for mark in marks)
+            return [before, body, after]
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
