@@ -71,6 +71,11 @@ def fault(options: argparse.Namespace) -> None:
             threading.Event().wait(600)
 
 
+def sampled(episode: rllm.Episode) -> list[int]:
+    """Every token that the policy sampled in it."""
+    return [token for call in episode.calls for choice in call.choices for token in choice.token_ids.tolist()]
+
+
 def main() -> None:
     options = parse()
 
@@ -108,7 +113,7 @@ def main() -> None:
     )
     steps = [[line["step"], line["reward/mean"], line["loss"], line["grad_norm"]] for line in result.metrics if "loss" in line]
     tokens = {
-        step: sorted([r.task_id, r.index, *r.episode.calls[0].choices[0].token_ids.tolist()] for r in rollouts if r.episode is not None)
+        step: sorted([r.task_id, r.index, *sampled(r.episode)] for r in rollouts if r.episode is not None)
         for step, rollouts in read_rollouts(result.run_dir).items()
     }
     print(json.dumps({"model": str(result.model_path), "steps": steps, "tokens": tokens, "warnings": result.warnings}))
