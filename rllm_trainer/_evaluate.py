@@ -118,7 +118,7 @@ def evaluate(
         served = None if model is None else str(model)
     else:
         served = None if model is None else resolve_model(model, say=report.note)
-    run_dir = new_run_dir(Path(output_dir) if output_dir is not None else None, name=f"{app_name(app)}-evaluation", resume=False)
+    run_dir = new_run_dir(output_dir, name=f"{app_name(app)}-evaluation", resume=False)
     facts = {
         "app": app_name(app),
         "dataset": f"{len(tasks)} rows",
@@ -127,8 +127,8 @@ def evaluate(
         "run folder": str(run_dir),
     }
     report.settings([row for row in table(table_of, settings) if row.name in _USED], facts)
-    write_json(run_dir / SETTINGS_FILE, {"facts": facts, "settings": table_of, "given": sorted(settings)})
     with interruptible(report.warn) as stop, owned(run_dir):
+        write_json(run_dir / SETTINGS_FILE, {"facts": facts, "settings": table_of, "given": sorted(settings)})
         try:
             with ExitStack() as open_:
                 open_.callback(runner.close)

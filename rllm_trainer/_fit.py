@@ -15,7 +15,7 @@ from typing import Any, Literal, Unpack
 import msgspec
 
 from rllm_trace.routing import CallSites
-from rllm_trainer.checkpoint import Checkpoints, export_model, owned, write_json
+from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, export_model, owned, write_json
 from rllm_trainer.config import SettingsKw
 from rllm_trainer.credit_log import CreditLog
 from rllm_trainer.evaluation import Evaluation, Evaluator, Rise, rise_of
@@ -121,6 +121,7 @@ def fit(
     )
     plan = plan_run(ask, report)
     with interruptible(report.warn) as stop, owned(plan.run_dir):
+        write_json(plan.run_dir / SETTINGS_FILE, plan.record)
         try:
             if plan.settings.engine == "cluster":
                 return _run_on_cluster(ask, plan, report, stop.event)

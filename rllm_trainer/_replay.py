@@ -87,6 +87,8 @@ class _Plan(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     resumed: bool
     checkpoint: Path | None
+    record: dict[str, Any]
+    """For ``settings.json``."""
 
 
 def replay(
@@ -120,6 +122,7 @@ def replay(
     given: dict[str, Any] = dict(settings) | ({"algorithm": algorithm} if algorithm != "grpo" else {})
     plan = _plan(store, model, reward, output_dir, dataset, given, resume=resume, report=report)
     with interruptible(report.warn) as stop, owned(plan.run_dir):
+        write_json(plan.run_dir / SETTINGS_FILE, plan.record)
         try:
             return _run(plan, report, stop.event)
         except RunInterrupted:
@@ -166,7 +169,6 @@ def _plan(
         "run folder": str(run_dir),
     }
     report.settings([row for row in table(settings, given) if row.name in _USED], facts)
-    write_json(run_dir / SETTINGS_FILE, {"facts": facts, "settings": settings, "given": sorted(given), "versions": versions_here()})
     return _Plan(
         settings=settings,
         batches=batches,
@@ -176,6 +178,7 @@ def _plan(
         state=state,
         resumed=bool(resume),
         checkpoint=None if found is None else found[1],
+        record={"facts": facts, "settings": settings, "given": sorted(given), "versions": versions_here()},
     )
 
 

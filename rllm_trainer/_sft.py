@@ -81,6 +81,8 @@ class _Plan(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     resumed: bool
     checkpoint: Path | None
+    record: dict[str, Any]
+    """For ``settings.json``."""
 
     def batches(self) -> Iterator[list[Unit]]:
         """The batches that are left."""
@@ -120,6 +122,7 @@ def sft(
     resume = settings.pop("resume", False)
     plan = _plan(store_or_chats, model, min_reward, output_dir, eval_dataset, dict(settings), resume=resume, report=report)
     with interruptible(report.warn) as stop, owned(plan.run_dir):
+        write_json(plan.run_dir / SETTINGS_FILE, plan.record)
         try:
             return _run(plan, report, stop.event)
         except RunInterrupted:
@@ -169,7 +172,6 @@ def _plan(
     }
     facts = {name: str(value) for name, value in facts.items()}
     report.settings([row for row in table(settings, given) if row.name in _USED], facts)
-    write_json(run_dir / SETTINGS_FILE, {"facts": facts, "settings": settings, "given": sorted(given), "versions": versions_here()})
     return _Plan(
         settings=settings,
         given=units,
@@ -179,6 +181,7 @@ def _plan(
         state=state,
         resumed=bool(resume),
         checkpoint=None if found is None else found[1],
+        record={"facts": facts, "settings": settings, "given": sorted(given), "versions": versions_here()},
     )
 
 
@@ -210,11 +213,11 @@ def _run(plan: _Plan, report: Report, stop: threading.Event) -> SftResult:
             raise
         checkpoints.save(state, engine)
         after = nll(engine, plan.held_out) if plan.held_out else None
+        if after is not None:
+            metrics.write(state.step, {EVAL_NLL: after})
+            report.note(f"held-out loss: before {before:.4f}, after {after:.4f} nats a token")
         newest = checkpoints.latest()
     assert newest is not None, "a run has at least one step"
-    if after is not None:
-        metrics.write(state.step, {EVAL_NLL: after})
-        report.note(f"held-out loss: before {before:.4f}, after {after:.4f} nats a token")
     export_model(newest[1], run_dir / MODEL_FOLDER)
     result = SftResult(
         model_path=run_dir / MODEL_FOLDER,

@@ -101,6 +101,8 @@ def new_run_dir(output_dir: str | Path | None, *, name: str, resume: bool | str 
     run_dir = _path("output_dir", output_dir, "the folder of the run").absolute()
     if resume and not (run_dir / SETTINGS_FILE).exists():
         raise CheckpointError(f"{run_dir} holds no run to continue; leave resume out to start one there")
+    if resume:
+        _require_settings(run_dir / SETTINGS_FILE)
     if not resume and _holds_run(run_dir):
         raise CheckpointError(f"{run_dir} already holds a run; pass resume=True to continue it, or another output_dir")
     try:
@@ -166,6 +168,16 @@ def _holds_run(run_dir: Path) -> bool:
     """Whether anything was collected or saved there; a run that ended while it started left nothing to lose."""
     rollouts = run_dir / ROLLOUTS_FILE
     return (rollouts.exists() and rollouts.stat().st_size > 0) or any((run_dir / _FOLDER).glob("step-*"))
+
+
+def _require_settings(path: Path) -> None:
+    """Raises ``CheckpointError`` where a run's settings cannot be read: what else of the folder is whole is not known then."""
+    try:
+        found: Any = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); restore it, or start a new run in another output_dir") from error
+    if not isinstance(found, dict) or "settings" not in found:
+        raise CheckpointError(f"{path} holds no settings of a run; restore it, or start a new run in another output_dir")
 
 
 def _path(setting: str, given: Any, expected: str) -> Path:

@@ -17,6 +17,7 @@ import msgspec
 
 from rllm_trainer.cluster.layout import ClusterLayout
 from rllm_trainer.exceptions import SettingError
+from rllm_trainer.sampling import check_sampling
 from rllm_trainer.serving_settings import FireworksSettings, InFlight, LocalSettings, Serving, VllmSettings, check_serving
 from rllm_trainer.trainability_report import Limits
 
@@ -40,6 +41,9 @@ LossAgg = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-tok
 KlEstimator = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 Constrained = Literal["as_auto", "inexact", "refuse"]
 Continuation = Literal["rendered", "exact"]
+
+_MOST_ROLLOUTS = 100_000
+"""Of one step: each is in memory with its episode until the step's update."""
 
 FULL_LR = 1e-5
 LORA_LR = 1e-4
@@ -419,6 +423,13 @@ def _choices(name: str) -> tuple[Any, ...]:
 def _check_together(settings: Settings, given: Mapping[str, Any]) -> None:
     if settings.steps is not None and settings.epochs is not None:
         raise SettingError(f"got steps={settings.steps} and epochs={settings.epochs}; expected one of them: they both fix the run's length")
+    check_sampling(settings.sampling or {}, embedded=settings.serving in ("auto", "local") and settings.serving_url is None)
+    rollouts = settings.batch_tasks * settings.group_size
+    if rollouts > _MOST_ROLLOUTS:
+        raise SettingError(
+            f"batch_tasks={settings.batch_tasks} and group_size={settings.group_size} make {rollouts} rollouts a step; at most "
+            f"{_MOST_ROLLOUTS} can be held at once: lower one of them"
+        )
     if settings.max_tokens is not None and "max_tokens" in (settings.sampling or {}):
         raise SettingError("got max_tokens as a setting and inside sampling; expected one of them")
     if settings.overlong_penalty is not None and (settings.max_tokens or 0) < settings.overlong_penalty.buffer:

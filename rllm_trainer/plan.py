@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from rllm_trainer.advantages import rules_of
-from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, new_run_dir, require_same, write_json
+from rllm_trainer.checkpoint import Checkpoints, new_run_dir, require_same
 from rllm_trainer.cluster.refusals import ON_RAY, require_cluster, require_elsewhere
 from rllm_trainer.config import SettingRow, Settings, make_settings, table
 from rllm_trainer.correction import require_correction
@@ -72,6 +72,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine continues from; None: it starts from the model."""
     facts: dict[str, str]
     rows: list[SettingRow]
+    record: dict[str, Any]
+    """For ``settings.json``, once the run folder is owned."""
 
     def spare(self, step: int) -> Iterator[Task]:
         """Further rows for one step, in place of groups without signal."""
@@ -93,7 +95,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_run(ask: Ask, report: Report) -> RunPlan:
-    """Check everything, make or open the run folder, and save the settings.
+    """Check everything, and make or open the run folder.
 
     Raises the error of the first thing that cannot be: settings, rewards, rows, model or run folder.
     """
@@ -136,9 +138,9 @@ def plan_run(ask: Ask, report: Report) -> RunPlan:
         checkpoint=None if found is None else found[1],
         facts=facts,
         rows=table(settings, ask.given),
+        record={"facts": facts, "settings": settings, "given": sorted(ask.given), "versions": versions_here()},
     )
     _say(plan, binder, report)
-    write_json(run_dir / SETTINGS_FILE, {"facts": facts, "settings": settings, "given": sorted(ask.given), "versions": versions_here()})
     return plan
 
 
@@ -210,6 +212,8 @@ def _steps(tasks: FixedTasks | StreamedTasks, settings: Settings, given: Mapping
     else:
         if "epochs" in given:
             raise SettingError("epochs cannot be counted over an iterable, which is drawn once; give steps, or a list")
+        if given.get("shuffle"):
+            raise SettingError("shuffle=True would have no effect: the rows come from an iterable, and are taken as they come; give a list")
         steps = None
     require_steps(settings, steps)
     return steps

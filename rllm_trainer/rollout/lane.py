@@ -64,12 +64,21 @@ class Lane:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
+            while not self._run_on():
+                pass
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
         finally:
             asyncio.set_event_loop(None)
             self._loop.close()
+
+    def _run_on(self) -> bool:
+        """Runs until it is stopped; False: a task of the app's own exited, which asyncio tells its waiter and then the loop."""
+        try:
+            self._loop.run_forever()
+        except (SystemExit, KeyboardInterrupt):
+            return False
+        return True
 
 
 class LaneTask:

@@ -13,9 +13,11 @@ import pytest
 
 import rllm_trace as rllm
 from rllm_trainer import evaluate, fit, processes
+from rllm_trainer.checkpoint import owned
 from rllm_trainer.config import make_settings
 from rllm_trainer.exceptions import (
     AppArgumentsError,
+    CheckpointError,
     DatasetError,
     EngineError,
     ModelError,
@@ -166,6 +168,39 @@ def test_evaluate_refuses_what_it_does_not_use(tmp_path):
         evaluate(app, ROWS, reward=length, sampling={"temperature": 1}, output_dir=tmp_path / "run")
     with pytest.raises(SettingError, match="resume=True would have no effect: an evaluation is not continued"):
         evaluate(app, ROWS, reward=length, resume=True, output_dir=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"group_size": 10**9}, "batch_tasks=2 and group_size=1000000000 make 2000000000 rollouts a step; at most 100000 can be held"),
+        ({"sampling": {"temperature": "hot"}}, "sampling['temperature']='hot': expected float | None, got str"),
+        ({"sampling": {"top_p": 2}}, "sampling['top_p']=2: expected float <= 1.0"),
+        ({"sampling": {"temprature": 1}}, "sampling: got the unknown field 'temprature'; did you mean 'temperature'?"),
+        ({"sampling": {"beam_width": 4}}, "sampling: got the unknown field 'beam_width'; the embedded server knows"),
+        ({"sampling": {"messages": []}}, "sampling['messages']: messages does not say how to sample"),
+        ({"limits": {"share": 1}}, "limits: got the unknown setting 'share'"),
+        ({"shuffle": True, "dataset": iter(ROWS)}, "shuffle=True would have no effect: the rows come from an iterable"),
+    ],
+)
+def test_values_that_could_only_fail_later(tmp_path, given, words):
+    """What every rollout would fail of, or the memory, is refused before anything is started."""
+    refused(SettingError, words, tmp_path=tmp_path, **given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_evaluate_into_what_is_no_path(tmp_path):
+    """A folder that cannot be one is named by ``evaluate`` too."""
+    with pytest.raises(TrainerError, match="got output_dir=3, which is no path"):
+        evaluate(app, ROWS, reward=length, output_dir=3)
+
+
+def test_a_second_run_in_a_folder_changes_nothing_there(tmp_path):
+    """While a run holds the folder another one is refused, and the first one's settings stay."""
+    (tmp_path / "run").mkdir()
+    with owned(tmp_path / "run"):
+        refused(CheckpointError, "another run is writing to", tmp_path=tmp_path)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 
 def test_a_port_in_use(tmp_path):

@@ -112,7 +112,7 @@ def test_groups_depend_on_ids_alone():
 def test_a_folder_with_a_run_is_not_written_over(tmp_path):
     """A run is continued only where that was asked for, and only where there is one; one that never began is started anew."""
     assert new_run_dir(tmp_path / "new", name="app", resume=False) == tmp_path / "new"
-    write_json(tmp_path / "new" / SETTINGS_FILE, {})
+    write_json(tmp_path / "new" / SETTINGS_FILE, {"settings": {}})
     assert new_run_dir(tmp_path / "new", name="app", resume=False) == tmp_path / "new"
     (tmp_path / "new" / ROLLOUTS_FILE).write_text("{}\n")
     with pytest.raises(CheckpointError, match="already holds a run; pass resume=True"):
@@ -148,3 +148,13 @@ def test_a_continued_run_must_be_the_same(tmp_path):
     require_same({"seed": 0, "rows": "abc"}, {"seed": 0, "rows": "abc"})
     with pytest.raises(CheckpointError, match="the run to continue had seed=0, and now it is 1"):
         require_same({"seed": 0}, {"seed": 1})
+
+
+@pytest.mark.parametrize(
+    "text, words", [("{broken", "settings.json cannot be read"), ("[]", "holds no settings of a run"), ("{}", "holds no settings of a run")]
+)
+def test_a_run_whose_settings_are_broken_is_not_continued(tmp_path, text, words):
+    """Nothing is continued from a folder that does not say what it was."""
+    (tmp_path / SETTINGS_FILE).write_text(text)
+    with pytest.raises(CheckpointError, match=words):
+        new_run_dir(tmp_path, name="app", resume=True)

@@ -486,3 +486,21 @@ def test_streams_and_several_choices_are_recorded(server, own):
     (rollout,) = run(app, jobs(1), reward=one, route=route_to(server))
     assert [(c.trainable, len(c.choices)) for c in rollout.episode.calls] == [(True, 1), (True, 2)]
     assert ReplyChoice().token_ids == tuple(rollout.episode.calls[0].choices[0].token_ids)
+
+
+def test_a_task_that_exits_does_not_take_the_loop_along(server):
+    """An async app whose inner task raises SystemExit fails by itself; the others, in the same loop, go on."""
+
+    async def inner(n):
+        await asyncio.sleep(0)
+        if n == 1:
+            raise SystemExit(3)
+
+    async def app(n):
+        await asyncio.gather(inner(n))
+        await asyncio.sleep(0.05)
+        return n
+
+    rollouts = run(app, jobs(4), reward=one, rollout_timeout=20.0)
+    assert [r.fault for r in rollouts] == [None, "app", None, None]
+    assert rollouts[1].reason == "the app raised SystemExit: 3 before its first exact call"
