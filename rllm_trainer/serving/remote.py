@@ -28,12 +28,14 @@ __all__ = ["FLOAT32_NOISE", "HALF_NOISE", "DoorServer", "read_key"]
 _MODULE = "rllm_trainer.serving._door.main"
 _PROXY_NAMES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 _CALL_TIMEOUT = 600.0
+_SWAP_TIMEOUT = 1800.0
+"""Seconds for a swap, the wait for requests in flight included."""
 _OWN_START = 60.0
 """Seconds that the door itself may take to start, on a machine that is busy."""
 _CLOSE = 10.0
 """Seconds from TERM to KILL."""
 _CACHE_TOKENS = 512
-"""A prompt of this many tokens has whole blocks of every server's prefix cache."""
+"""A prompt of this many tokens has whole blocks of every prefix cache; a server that takes less is sent less."""
 
 FLOAT32_NOISE = 1e-3
 HALF_NOISE = 0.5
@@ -64,7 +66,8 @@ class DoorServer:
         self._most_noise = most_noise
         self._model: str = child.ready["model"]
         self._port: int = child.ready["port"]
-        self.capabilities = capabilities
+        tells = bool(child.ready.get("versions", capabilities.per_token_versions))
+        self.capabilities = msgspec.structs.replace(capabilities, per_token_versions=tells)
         self.max_model_len: int | None = child.ready["max_model_len"]
         """Most tokens of prompt and reply together; None: the server does not say."""
 
@@ -154,7 +157,7 @@ class DoorServer:
         """
         before = None if probe is None else self.prompt_logprobs(probe.rows)
         salt = secrets.token_hex(8)
-        row = _cacheable(probe)
+        row = _cacheable(probe, min(_CACHE_TOKENS, (self.max_model_len or _CACHE_TOKENS + 1) - 1))
         self._cached(row, salt)
         report = self.swap_unproven(weights)
         self._require_cleared(row, salt)
@@ -168,7 +171,7 @@ class DoorServer:
 
     def swap_unproven(self, weights: WeightsFile) -> SwapReport:
         """The swap alone; the version is read back."""
-        done = self._call("swap", self._order(weights))
+        done = self._call("swap", self._order(weights), timeout=_SWAP_TIMEOUT + _OWN_START)
         self._version = int(self.stats()["version"])
         if self._version != weights.version:
             raise SwapNotProven(f"after the swap to version {weights.version} {self._name} is at version {self._version}")
@@ -186,7 +189,10 @@ class DoorServer:
         self._child.close(timeout=_CLOSE)
 
     def _order(self, weights: WeightsFile) -> dict[str, Any]:
-        return {"path": str(weights.path.resolve()), "version": weights.version, "lora": weights.lora, "in_flight": self._in_flight}
+        return {"path": str(weights.path.resolve()), "version": weights.version, "lora": weights.lora} | {
+            "in_flight": self._in_flight,
+            "timeout": _SWAP_TIMEOUT,
+        }
 
     def _prove_by_digest(self, weights: WeightsFile) -> None:
         """By what the server received, where it can say that; an adapter and a foreign server are believed their version."""
@@ -233,7 +239,7 @@ def read_key(variable: str | None) -> str | None:
     return key
 
 
-def _cacheable(probe: Probe | None) -> list[int]:
-    """A prompt of whole cache blocks, made of the probe's own tokens."""
+def _cacheable(probe: Probe | None, length: int) -> list[int]:
+    """A prompt of so many of the probe's own tokens, over and over."""
     tokens = [0] if probe is None else [token for row in probe.rows for token in row.tolist()]
-    return (tokens * (_CACHE_TOKENS // len(tokens) + 1))[:_CACHE_TOKENS]
+    return (tokens * (length // len(tokens) + 1))[:length]

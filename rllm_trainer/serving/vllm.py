@@ -127,7 +127,7 @@ def attach_vllm(
         "start_timeout": _ASKED_WITHIN,
     }
     capabilities = msgspec.structs.replace(_MANAGED, lora_swap=lora, swap=swaps)
-    return DoorServer.open(
+    server = DoorServer.open(
         config,
         name=f"vLLM at {base_url}",
         log_path=run_dir / f"{name}.log",
@@ -135,6 +135,13 @@ def attach_vllm(
         in_flight=in_flight,
         most_noise=HALF_NOISE,
     )
+    if swaps and in_flight == "keep" and not server.capabilities.per_token_versions:
+        server.close()
+        raise ServerError(
+            f"the vLLM at {base_url} does not say which weights sampled which token, so calls cannot be kept over a swap; start it with "
+            "--middleware rllm_vllm_versions.Versions, or give in_flight='wait'"
+        )
+    return server
 
 
 def vllm_command(

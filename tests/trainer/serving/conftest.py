@@ -47,6 +47,7 @@ class Scripted:
         self.version = "default"
         self.cached: set[str] = set()
         """Salts of prompts in the prefix cache."""
+        self.tells_versions = True
         self.flushes = True
         """A swap empties the prefix cache."""
         self.stuck = threading.Event()
@@ -138,7 +139,8 @@ class Scripted:
         if salt:
             self.cached.add(salt)
         choices = [{"index": i, "logprobs": {"token_logprobs": scores(row, self.weights)}} for i, row in enumerate(rows)]
-        return {"choices": choices[::-1], "usage": usage}
+        told = {"metadata": {"weight_version": self.version}} if self.tells_versions else {}
+        return {"choices": choices[::-1], "usage": usage, **told}
 
     def taken(self, weights: int) -> None:
         """New weights are served."""

@@ -32,8 +32,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = json.dumps({"data": [{"id": "policy"}]}).encode()
         self.send_response(200); self.send_header("content-length", str(len(body))); self.end_headers(); self.wfile.write(body)
     def do_POST(self):
-        self.rfile.read(int(self.headers.get("content-length") or 0))
-        if self.path == "/v1/completions": state["status"] = 503
+        asked = self.rfile.read(int(self.headers.get("content-length") or 0))
+        if b"echo" in asked: state["status"] = 503
         self.send_response(200); self.send_header("content-length", "2"); self.end_headers(); self.wfile.write(b"{}")
 class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True

@@ -52,7 +52,8 @@ class Kind(Protocol):
     """None: the server has no such route."""
 
     async def prepare(self) -> dict[str, Any]:
-        """Once, when the server is up: ``model`` (its name to clients), ``max_model_len`` where known. Raises ``SwapFailed``."""
+        """Once, when the server is up: ``model`` (its name to clients), ``max_model_len`` where known, ``versions`` (whether it tells them
+        token by token; absent: as its kind does). Raises ``SwapFailed``."""
         ...
 
     def outgoing(self, path: str, body: bytes) -> bytes:

@@ -52,7 +52,8 @@ class Vllm:
                 raise SwapFailed(
                     f"this vLLM cannot be given weights: {error}; start it with VLLM_SERVER_DEV_MODE=1 and the README's arguments"
                 ) from error
-        return {"model": self._model, "max_model_len": served.get("max_model_len")}
+        answer = await self._upstream.call("POST", _TEXT, {"prompt": [0], "max_tokens": 1, "model": self._model})
+        return {"model": self._model, "max_model_len": served.get("max_model_len"), "versions": "metadata" in answer}
 
     def outgoing(self, path: str, body: bytes) -> bytes:
         if not self._adapter or path not in (_CHAT, _TEXT, _RESPONSES):
