@@ -170,6 +170,11 @@ def by_session(app: Application) -> Application:
     return routed
 
 
+def _fits(_: int) -> bool:
+    """Memory is the replicas' concern."""
+    return True
+
+
 class Front:
     """One node's front. Made into an actor by whoever starts it; serves from ``start`` until its process ends."""
 
@@ -189,7 +194,7 @@ class Front:
             tool_format=None,
             thinks=False,
             continues=exact,
-            fits=lambda _: True,
+            fits=_fits,
         )
         self._scheduler = ReplicaScheduler(client)
         self._service = Service(intake, cast("Any", None), cast("Any", self._scheduler), api_key=self._api_key)

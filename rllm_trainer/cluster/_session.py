@@ -59,9 +59,9 @@ class Session:
     version: int = 0
     """Of the weights that replicas serve."""
     runner: Any = None
-    groups: dict[str, GroupRows] = field(default_factory=dict)
+    groups: dict[str, GroupRows] = field(default_factory=dict[str, GroupRows])
     """verl's id of a prompt -> its group, from its end until it is trained."""
-    notes: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter[str])
     failure: BaseException | None = None
 
     def check(self) -> None:

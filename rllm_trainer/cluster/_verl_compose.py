@@ -11,7 +11,7 @@ from typing import Any
 
 from rllm_trainer.exceptions import SettingError
 
-__all__ = ["compose"]
+__all__ = ["compose", "composed_yaml"]
 
 
 def compose(overrides: Sequence[str], *, validate: bool = True) -> Any:
@@ -39,15 +39,23 @@ def compose(overrides: Sequence[str], *, validate: bool = True) -> Any:
     return config
 
 
+def composed_yaml(overrides: Sequence[str]) -> str:
+    """The validated configuration, to be read by people. Raises as ``compose``."""
+    from omegaconf import OmegaConf
+
+    return str(OmegaConf.to_yaml(compose(overrides)))
+
+
 def _validate(config: Any) -> None:
     from omegaconf import OmegaConf
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
-    from verl.utils.config import omega_conf_to_dataclass, validate_config
+    from verl.utils import config as verl_config
 
     try:
         OmegaConf.resolve(config)
-        validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+        schema: Any = verl_config
+        schema.validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
         for part in ("rollout", "actor"):
-            omega_conf_to_dataclass(config.actor_rollout_ref[part])
+            schema.omega_conf_to_dataclass(config.actor_rollout_ref[part])
     except (AssertionError, ValueError, TypeError, KeyError) as error:
         raise SettingError(f"verl refuses its configuration: {type(error).__name__}: {error}") from error

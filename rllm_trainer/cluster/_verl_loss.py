@@ -24,6 +24,13 @@ GAP_MAX = "rollout/logprob_diff_max"
 class RowLoss(TokenLoss):
     """Called by verl's worker; ``model_output`` has jagged (B, p + r) ``log_probs``, and ``entropy`` where it is asked for."""
 
+    @classmethod
+    def of(cls, loss: TokenLoss) -> RowLoss:
+        """The same loss, on verl's rows."""
+        made = cls.__new__(cls)
+        vars(made).update(vars(loss))
+        return made
+
     def __call__(self, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Any, dict[str, Any]]:
         mask = data["response_mask"].to_padded_tensor(0).bool()
         count = int(mask.sum())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from rllm_trainer.cluster._ray_api import ray
+from rllm_trainer.cluster._ray_api import NodeAffinity, ray
 from rllm_trainer.cluster._replica import CpuReplicaServer
 from rllm_trainer.cluster._session import current
 from rllm_trainer.cluster._verl_v1_api import (
@@ -49,22 +49,26 @@ class SyncBuffer(ReplayBuffer):
     """For rollouts and updates that take turns."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(poll_interval=_POLL, **options)
+        verls: Any = super()
+        verls.__init__(poll_interval=_POLL, **options)
 
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
         current().check()
-        return float(super()._wait_for_next_poll(partition_id, last_debug_time))
+        verls: Any = super()
+        return float(verls._wait_for_next_poll(partition_id, last_debug_time))
 
 
 class AsyncBuffer(ReplayBufferAsync):
     """For rollouts that go on while weights move."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(poll_interval=_POLL, **options)
+        verls: Any = super()
+        verls.__init__(poll_interval=_POLL, **options)
 
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
         current().check()
-        return float(super()._wait_for_next_poll(partition_id, last_debug_time))
+        verls: Any = super()
+        return float(verls._wait_for_next_poll(partition_id, last_debug_time))
 
 
 class CpuReplica(RolloutReplica):
@@ -72,8 +76,6 @@ class CpuReplica(RolloutReplica):
 
     async def launch_servers(self) -> None:
         node = await self.workers[0].__ray_call__.remote(_node_of)
-        from rllm_trainer.cluster._ray_api import NodeAffinity
-
         actor = ray.remote(CpuReplicaServer).options(
             name=_ACTOR.format(rank=self.replica_rank),
             num_cpus=0,
@@ -96,7 +98,8 @@ class CpuServerAdapter(BaseRollout):
     """The rank's side of a replica: gathers weights and hands them over."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any = None, replica_rank: int = -1, **_: Any) -> None:
-        super().__init__(config, model_config, device_mesh)
+        verls: Any = super()
+        verls.__init__(config, model_config, device_mesh)
         rank = int(os.environ["RANK"])
         size = int(self.config.tensor_model_parallel_size) * int(self.config.data_parallel_size)
         self.replica_rank = rank // size if replica_rank == -1 else replica_rank

@@ -355,8 +355,8 @@ def _settings_of_loss(settings: Any) -> Any:
 
 def row_loss(session: Session) -> RowLoss:
     """The engine's loss, on verl's rows."""
-    loss = make_loss(child_settings(_settings_of_loss(session.settings), session.model))
-    return RowLoss(loss.kind, loss._config, kl_coef=loss._kl_coef, kl_estimator=loss._kl_estimator, entropy_coef=loss._entropy_coef)
+    loss: Any = make_loss(child_settings(_settings_of_loss(session.settings), session.model))
+    return RowLoss.of(loss)
 
 
 def _with(batch: Any, *, fields: Sequence[str] | None) -> Any:
@@ -371,11 +371,13 @@ def _with(batch: Any, *, fields: Sequence[str] | None) -> Any:
 
 def _last(value: Any) -> float:
     """Of a metric with one value an epoch, the last one's."""
-    return float(value[-1] if isinstance(value, list) and value else value)  # pyright: ignore[reportUnknownArgumentType]
+    values: Any = value
+    return float(values[-1] if isinstance(value, list) else values)
 
 
 def _first(value: Any) -> float:
-    return float(value[0] if isinstance(value, list) and value else value)  # pyright: ignore[reportUnknownArgumentType]
+    values: Any = value
+    return float(values[0] if isinstance(value, list) else values)
 
 
 def _travelled(array: Any) -> dict[str, Any]:

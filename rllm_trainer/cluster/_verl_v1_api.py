@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import tensordict as _tensordict
 import torch as _torch
@@ -46,9 +46,9 @@ ROLLOUT_CLASSES: Any = _rollout._ROLLOUT_REGISTRY
 RolloutReplica: Any = _replica.RolloutReplica
 RolloutReplicaRegistry: Any = _replica.RolloutReplicaRegistry
 TensorDict: Any = _tensordict.TensorDict
-ensure_async_iterator: Any = _rollout_utils.ensure_async_iterator
+ensure_async_iterator: Any = cast("Any", _rollout_utils).ensure_async_iterator
 list_of_dict_to_tensordict: Any = _tensordict_utils.list_of_dict_to_tensordict
 no_padding_2_padding: Any = _padding.no_padding_2_padding
-on_ranks: Any = _decorator.make_nd_compute_dataproto_dispatch_fn
-register: Any = _decorator.register
+on_ranks: Any = cast("Any", _decorator).make_nd_compute_dataproto_dispatch_fn
+register: Any = cast("Any", _decorator).register
 response_to_nested: Any = _padding.response_to_nested

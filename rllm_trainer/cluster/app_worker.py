@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from rllm_trace.routing import CallSite, CallSites, Route
+from rllm_trainer.cluster.loading import ray_api
 from rllm_trainer.exceptions import SettingError
 from rllm_trainer.rollout.attempt import Attempt, Conditions, Job, Outcome
 from rllm_trainer.rollout.rewards import RewardPlan
@@ -115,10 +116,8 @@ def packed_app(app: Callable[..., Any], rewards: RewardPlan) -> bytes:
     Raises:
         SettingError: something that they close over cannot be carried.
     """
-    from rllm_trainer.cluster._ray_api import cloudpickle
-
     try:
-        return bytes(cloudpickle.dumps((app, rewards)))
+        return bytes(ray_api().cloudpickle.dumps((app, rewards)))
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise SettingError(
             f"the app or a reward cannot be carried to Ray's workers: {error}; make what it needs inside the function, or in a module"
@@ -126,9 +125,7 @@ def packed_app(app: Callable[..., Any], rewards: RewardPlan) -> bytes:
 
 
 def _unpacked(packed: bytes) -> tuple[Callable[..., Any], RewardPlan]:
-    from rllm_trainer.cluster._ray_api import cloudpickle
-
-    return cloudpickle.loads(packed)
+    return ray_api().cloudpickle.loads(packed)
 
 
 def _nearest(fronts: Mapping[str, FrontAddress], node_id: str) -> FrontAddress | None:
@@ -141,6 +138,5 @@ def _settle(done: asyncio.Future[Outcome], outcome: Outcome) -> None:
 
 
 def _node_id() -> str:
-    from rllm_trainer.cluster._ray_api import ray
-
+    ray = ray_api().ray
     return str(ray.get_runtime_context().get_node_id())

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rllm_trainer.cluster.layout import ClusterLayout
+from rllm_trainer.cluster.loading import ray_api
 from rllm_trainer.exceptions import EngineError, SettingError
 
 __all__ = ["device_of", "here", "on_ray", "require_room"]
@@ -35,8 +36,7 @@ def on_ray(options: dict[str, Any], layout: ClusterLayout) -> Generator[Any]:
         SettingError: ``ray`` holds what ``ray.init`` does not know, or is given though Ray is running already.
         EngineError: Ray could not start.
     """
-    from rllm_trainer.cluster._ray_api import ray
-
+    ray = ray_api().ray
     if ray.is_initialized():
         if options:
             raise SettingError(
@@ -83,9 +83,7 @@ def require_room(ray: Any, layout: ClusterLayout, device: str) -> None:
 
 def here(ray: Any) -> dict[str, Any]:
     """Options that pin an actor to this process's node."""
-    from rllm_trainer.cluster._ray_api import NodeAffinity
-
-    return {"scheduling_strategy": NodeAffinity(node_id=ray.get_runtime_context().get_node_id(), soft=False)}
+    return {"scheduling_strategy": ray_api().NodeAffinity(node_id=ray.get_runtime_context().get_node_id(), soft=False)}
 
 
 def _defaults(options: dict[str, Any], layout: ClusterLayout) -> dict[str, Any]:

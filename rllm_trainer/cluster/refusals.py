@@ -106,9 +106,9 @@ def _require_credit(settings: Settings) -> None:
 
 def _require_loss(settings: Settings) -> None:
     loss = policy_loss(settings.policy_loss, loss_agg=settings.loss_agg)
-    if loss.over_sequences:
+    if loss.over_sequences or loss.whole_batch:
         raise SettingError(
-            f"policy_loss={loss.name!r} looks at whole trajectories, which verl's trainer may cut over micro-batches; "
+            f"policy_loss={loss.name!r} looks at whole trajectories or batches, which verl's trainer cuts into micro-batches; "
             "use engine='direct-ray', or a loss over tokens such as 'vanilla'"
         )
     if loss.needs:

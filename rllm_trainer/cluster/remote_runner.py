@@ -16,6 +16,7 @@ import msgspec
 
 from rllm_trace.routing import CallSite, CallSites
 from rllm_trainer.cluster.app_worker import Assignment, FrontAddress
+from rllm_trainer.cluster.loading import ray_api
 from rllm_trainer.rollout.attempt import Attempt, Conditions, Job, Outcome
 from rllm_trainer.rollout.faults import Verdict
 from rllm_trainer.rollout.places import Places
@@ -69,8 +70,7 @@ class RemoteAttempt(Attempt):
         """As ``Attempt.give_up``; of a worker that does not answer, an outcome without an episode."""
         if not self._close():
             return None
-        from rllm_trainer.cluster._ray_api import ray
-
+        ray = ray_api().ray
         stack = ""
         found: Any = None
         try:
@@ -143,8 +143,7 @@ class RemoteRunner(Runner):
 
     def seen_sites(self) -> list[CallSite]:
         """Call sites of all workers that answer, added up."""
-        from rllm_trainer.cluster._ray_api import ray
-
+        ray = ray_api().ray
         asked = [worker.handle.sites.remote() for worker in self.workers]
         ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_ALL_SITES)
         merged: dict[tuple[str, str, bool], CallSite] = {}

@@ -22,6 +22,7 @@ from rllm_trainer.cluster.app_worker import AppWorker, packed_app
 from rllm_trainer.cluster.events import Mailbox, play
 from rllm_trainer.cluster.head import Head, HeadPlan, HeadResult
 from rllm_trainer.cluster.layout import ClusterLayout
+from rllm_trainer.cluster.loading import ray_api
 from rllm_trainer.cluster.ray_session import device_of, here, on_ray, require_room
 from rllm_trainer.cluster.verl_overrides import Facts, overrides
 from rllm_trainer.exceptions import DatasetError, EngineError, SettingError, TrainerError
@@ -183,11 +184,9 @@ def _waited(ray: Any, reference: Any, mailbox: Any, report: Report, stop: thread
 
 def _got(ray: Any, reference: Any, timeout: float | None) -> Any:
     """What the head answered. Raises the error of ours that ended it, or an ``EngineError`` with its words."""
-    from rllm_trainer.cluster._ray_api import RayError
-
     try:
         return ray.get(reference, timeout=timeout)
-    except RayError as error:
+    except ray_api().RayError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, (TrainerError, RunInterrupted)):
             raise cause from error

@@ -1,0 +1,108 @@
+"""One run of verl's trainer, in the head's process: verl's queue is started, verl's trainer and our manager are made, and verl trains."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from omegaconf import OmegaConf, open_dict
+
+from rllm_trace.routing import Route
+from rllm_trainer.cluster._ray_api import ray
+from rllm_trainer.cluster._session import Session, begin
+from rllm_trainer.cluster._verl_compose import compose
+from rllm_trainer.cluster._verl_manager import AgentLoopManager
+from rllm_trainer.cluster._verl_trainer import TRAINERS
+from rllm_trainer.cluster._verl_v1_api import tq
+from rllm_trainer.cluster.events import EventReport, watch_stop
+from rllm_trainer.cluster.head import HeadPlan, HeadResult
+from rllm_trainer.cluster.refusals import mode_of
+from rllm_trainer.metrics import MetricsLog
+from rllm_trainer.rollout.record import RolloutLog
+from rllm_trainer.rollout.runner import RunInterrupted
+
+__all__ = ["train"]
+
+WEIGHTS_FILE = "model.safetensors"
+
+
+def train(plan: HeadPlan, workers: Sequence[Any], mailbox: Any) -> HeadResult:
+    """Train. Raises what ended the run."""
+    config = compose(plan.overrides, validate=False)
+    session = begin(_session(plan, workers, mailbox))
+    watch_stop(mailbox, ray.get, session.stop)
+    with open_dict(config):
+        config.transfer_queue.enable = True
+    OmegaConf.resolve(config)
+    tq.init(config.transfer_queue)
+    stopped = False
+    try:
+        trainer = TRAINERS[mode_of(plan.settings)](config=config)
+        trainer.init()
+        manager = AgentLoopManager.create(
+            config=config, llm_client=trainer.get_llm_client(), teacher_client=None, reward_loop_worker_handles=trainer.get_reward_handles()
+        )
+        try:
+            trainer.fit(manager)
+        except RunInterrupted:
+            stopped = True
+            trainer.save_last_step()
+        target = Path(plan.facts.run_dir) / "model"
+        target.mkdir(parents=True, exist_ok=True)
+        trainer.actor_rollout_wg.export_weights(str(target / WEIGHTS_FILE))
+        return HeadResult(
+            lines=session.events.lines,
+            counters=trainer.counters,
+            before=trainer.before,
+            last_evaluation=trainer.last_evaluation,
+            stopped=stopped,
+            versions=_versions(),
+        )
+    finally:
+        session.stop.set()
+        session.log.close()
+        tq.close()
+
+
+def _session(plan: HeadPlan, workers: Sequence[Any], mailbox: Any) -> Any:
+    settings, facts = plan.settings, plan.facts
+    run_dir = Path(facts.run_dir)
+    vocab = _vocab_size(Path(facts.model))
+    return Session(
+        settings=msgspec.structs.replace(settings, max_model_len=facts.max_model_len),
+        model=Path(facts.model),
+        run_dir=run_dir,
+        order=plan.order,
+        eval_tasks=plan.eval_tasks,
+        steps=facts.steps,
+        vocab_size=vocab,
+        max_model_len=facts.max_model_len,
+        workers=workers,
+        route=Route(
+            base_url="http://the-front-of-each-node.invalid/v1",  # workers put their own front here
+            api_key="of the front",
+            model=Path(facts.model).name,
+            replaces=frozenset(settings.replaces) if settings.replaces is not None else None,
+            sampling=settings.sampling or {},
+            constrained=settings.constrained,
+            call_timeout=settings.call_timeout,
+        ),
+        events=EventReport(mailbox, MetricsLog(run_dir, resume_after=plan.done if plan.done else None)),
+        log=RolloutLog(run_dir),
+        stop=threading.Event(),
+    )
+
+
+def _vocab_size(model: Path) -> int:
+    described: Mapping[str, Any] = msgspec.json.decode((model / "config.json").read_bytes())
+    return int(described.get("text_config", described)["vocab_size"])
+
+
+def _versions() -> dict[str, str]:
+    import importlib.metadata as metadata
+
+    return {name: metadata.version(name) for name in ("ray", "torch", "transformers", "verl")} | {"pid": str(os.getpid())}
