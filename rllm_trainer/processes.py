@@ -86,7 +86,7 @@ def start_engine(settings: Settings, model: Path, run_dir: Path, *, objective: O
     if settings.engine == "direct-ray":
         from rllm_trainer.cluster.direct import RayEngine
 
-        return RayEngine.start_on_ray(model, settings, run_dir)
+        return RayEngine.start_on_ray(model, settings, run_dir, objective=objective)
     from rllm_trainer.engine.verl import VerlEngine
 
     return VerlEngine.start(model, settings, run_dir, objective=objective)
