@@ -17,9 +17,9 @@ import msgspec
 
 from rllm_trainer.cluster.layout import ClusterLayout
 from rllm_trainer.exceptions import SettingError
+from rllm_trainer.limits import Limits
 from rllm_trainer.sampling import check_sampling
 from rllm_trainer.serving_settings import FireworksSettings, InFlight, LocalSettings, Serving, VllmSettings, check_serving
-from rllm_trainer.trainability_report import Limits
 
 __all__ = [
     "Constrained",

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from rllm_trainer.breaks import Break
+from rllm_trainer.limits import Limits
 from rllm_trainer.placing import SetAside
 from rllm_trainer.samples import Counters, SampleSet
 from rllm_trainer.types import Float32, Sample
 
-__all__ = ["Entry", "Limits", "Ratio", "Staleness", "TrainabilityReport", "exceeded", "logprob_ratio", "trainability_report"]
-
-_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+__all__ = ["Entry", "Ratio", "Staleness", "TrainabilityReport", "exceeded", "logprob_ratio", "trainability_report"]
 
 _NEVER_MEANT = "no_train"
 _INEXACT = "inexact"
@@ -139,19 +137,6 @@ class TrainabilityReport(msgspec.Struct, frozen=True, kw_only=True):
         """(what, cause, count, tokens, example) of every entry, for a table on a screen or in a file."""
         named = (("lost", self.lost), ("inexact", self.inexact), ("break", self.breaks))
         return [(what, entry.name, entry.count, entry.tokens, entry.example) for what, entries in named for entry in entries]
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a run stops rather than train on what is left; None: never for this."""
-
-    share_trained: _Share | None = 0.5
-    """Least share of the sampled tokens that is trained."""
-    groups_without_signal: _Share | None = None
-    """Largest share of groups."""
-    staleness: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Most versions behind."""
-    ratio_p99: Annotated[float, msgspec.Meta(ge=1)] | None = 10.0
-    """Largest factor between trainer and server."""
 
 
 def trainability_report(

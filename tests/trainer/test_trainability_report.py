@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 
+from rllm_trainer.limits import Limits
 from rllm_trainer.samples import SampleSet, build_samples
 from rllm_trainer.testing import make_call, make_choice, make_episode
-from rllm_trainer.trainability_report import Limits, Ratio, TrainabilityReport, exceeded, logprob_ratio, trainability_report
+from rllm_trainer.trainability_report import Ratio, TrainabilityReport, exceeded, logprob_ratio, trainability_report
 
 ASK = {"role": "user", "content": "a"}
 SEVEN = {"role": "assistant", "content": "seven"}
