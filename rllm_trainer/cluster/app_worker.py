@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from rllm_trace._configure import configure
 from rllm_trace.routing import CallSite, CallSites, Route
 from rllm_trainer.cluster.loading import ray_api
 from rllm_trainer.exceptions import SettingError
@@ -55,8 +56,13 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 class AppWorker:
     """Made into an async actor by whoever starts it."""
 
-    def __init__(self, packed: bytes, path: Sequence[str], node_id: str = "") -> None:
-        """``packed``: app and rewards, from ``packed_app``; ``path``: where the user's process finds modules."""
+    def __init__(self, packed: bytes, path: Sequence[str], *, several_nodes: bool = False, node_id: str = "") -> None:
+        """``packed``: app and rewards, from ``packed_app``; ``path``: where the user's process finds modules.
+
+        ``several_nodes``: Ray tasks that the app starts may run elsewhere, and send what they record here.
+        """
+        if several_nodes:
+            configure(reachable_at=str(ray_api().ray.util.get_node_ip_address()))
         sys.path += [entry for entry in path if entry not in sys.path]
         app, rewards = _unpacked(packed)
         self._runner = Runner(app, rewards, Limits())

@@ -102,7 +102,7 @@ def app_workers(ray: Any, app: Any, rewards: Any, layout: ClusterLayout, concurr
         num_cpus=layout.app_cpus, max_concurrency=concurrency + 64, max_restarts=-1, scheduling_strategy="SPREAD"
     )
     packed = packed_app(app, rewards)
-    workers = [actor.remote(packed, sys.path) for _ in range(layout.app_workers or nodes)]
+    workers = [actor.remote(packed, sys.path, several_nodes=nodes > 1) for _ in range(layout.app_workers or nodes)]
     try:
         try:
             ray.get([worker.place.remote() for worker in workers], timeout=_STARTS)
