@@ -28,7 +28,8 @@ from rllm_trace.attributes import HEADER_CONVERSATION
 from rllm_trace.clients._call import ClientCall, Destination
 from rllm_trace.clients._decode import UNREADABLE, Operation, Reply
 from rllm_trace.clients._direct import async_sender, sender
-from rllm_trace.routing import current_route, kept_header
+from rllm_trace.exceptions import CallRefusedError
+from rllm_trace.routing import current_route, kept_header, redirects
 
 __all__ = ["ensure", "install", "uninstall"]
 
@@ -42,6 +43,10 @@ _METHODS: Final = ("request", "_build_request", "_prepare_request", "_process_re
 _FOREIGN: Final = ("api-key", "x-api-key", "OpenAI-Organization", "OpenAI-Project", "Cookie")
 _ACCEPT_ENCODING: Final = "Accept-Encoding"
 """``identity`` where the app reads the answer itself: what was added is taken out of the bytes on their way."""
+_NOT_SENT: Final = (
+    "this call was to go to the policy and was not sent: rllm_trace failed at it, and it must not reach the app's own endpoint instead. "
+    "The log of rllm_trace has the fault; rllm.no_train around the call, or replaces= without its model, keeps it out of training."
+)
 _NOT_GIVEN: Final = frozenset({"NotGiven", "Omit"})
 """The SDK's words for what was left out."""
 _RAW_RESPONSE: Final = "X-Stainless-Raw-Response"
@@ -255,8 +260,12 @@ def _begin(client: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cli
         if _is_sound(options):
             call.plan()
         return call
-    call.finish(Reply())
-    return None
+    route = current_route()
+    if route is None or not redirects(route, scope, call.model):
+        call.finish(Reply())
+        return None
+    call.refusal = CallRefusedError(_NOT_SENT)
+    return call
 
 
 class _apart:
@@ -351,6 +360,8 @@ def _changed(call: ClientCall, options: Any) -> Any:
     """Options of one attempt with what the call sends in place of what the app gave."""
     with guard("client"):
         return _with_options(call, options)
+    if call.endpoint is not None:
+        raise CallRefusedError(_NOT_SENT)
     call.untouch()
     return options
 
@@ -383,7 +394,7 @@ def _given(headers: Any) -> dict[str, Any]:
 
 def _policy_headers(call: ClientCall, headers: Mapping[str, Any]) -> dict[str, Any]:
     """What the app set for its own provider is left out; ``_goes_out`` sees to what the HTTP client adds."""
-    from openai import Omit
+    from openai._types import Omit  # releases before 1.107 export it nowhere else
 
     own = getattr(call.client, "_custom_headers", None)
     foreign = [name for name in (*_FOREIGN, *_given(own)) if not kept_header(name) and name.lower() != "authorization"]

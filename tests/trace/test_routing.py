@@ -14,6 +14,7 @@ import openai
 import pytest
 
 import rllm_trace as rllm
+from rllm_trace._guard import counters
 from rllm_trace.exceptions import CallRefusedError
 from rllm_trace.routing import CallSite, CallSites, Endpoint, Route, call_seed, current_route, kept_header, reshaped, use_route
 from rllm_trace.testing import Reply, ReplyChoice, ScriptedServer
@@ -559,3 +560,25 @@ def test_reshaping_leaves_the_apps_body_alone() -> None:
     assert sent == body
     assert sent is not body
     assert changed == {}
+
+
+@pytest.mark.parametrize("broken", ["_with_options", "_is_sound"])
+def test_a_fault_of_ours_sends_no_redirected_call_to_the_apps_endpoint(
+    broken: str, policy: ScriptedServer, monkeypatch: pytest.MonkeyPatch, recording: Any
+) -> None:
+    """Where we fail at leading a call to the policy it fails too, by name: an answer of another model would be taken for the policy's."""
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(f"rllm_trace.clients.openai.{broken}", fails)
+    counted = counters.get("faults", "client")
+    http = openai.DefaultHttpxClient(verify=False)
+    with ScriptedServer() as own, openai.OpenAI(base_url=own.base_url, api_key=own.api_key, max_retries=0, http_client=http) as client:
+        call = recording.call(lambda: client.chat.completions.create(**CREATE), route=route_to(policy))
+        assert (own.log, policy.log) == ([], [])
+    assert isinstance(recording.error, CallRefusedError)
+    assert "must not reach the app's own endpoint" in str(recording.error)
+    assert call.error.type == "rllm_trace.exceptions.CallRefusedError"
+    assert counters.get("faults", "client") == counted + 1
+    counters.add("faults", "client", -1)
