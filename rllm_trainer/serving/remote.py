@@ -30,7 +30,7 @@ _PROXY_NAMES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_P
 _CALL_TIMEOUT = 600.0
 _SWAP_TIMEOUT = 1800.0
 """Seconds for a swap, the wait for requests in flight included."""
-_OWN_START = 60.0
+_OWN_START = 180.0
 """Seconds that the door itself may take to start, on a machine that is busy."""
 _CLOSE = 10.0
 """Seconds from TERM to KILL."""

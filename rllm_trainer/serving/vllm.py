@@ -192,6 +192,7 @@ def _environment(*, on_cpu: bool, threads: int | None, lora: bool) -> dict[str, 
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_API_KEY": "",
+        "VLLM_RPC_BASE_PATH": ".",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 import threading
@@ -96,6 +97,12 @@ class _Door:
             Path(self._config.uds).unlink(missing_ok=True)
         return Supervised(command, {**os.environ, **self._config.env}, folder, name=self._config.kind)
 
+    def asked_to_end(self, *_: object) -> None:
+        """TERM, in the main thread."""
+        if self.process is not None:
+            self.process.end_with_grace()
+        os._exit(0)
+
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """In the event loop; its errors are the caller's, in words."""
         try:
@@ -125,6 +132,7 @@ def main() -> None:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="rllm-door", daemon=True).start()
     door = _Door(config, loop)
+    signal.signal(signal.SIGTERM, door.asked_to_end)
     try:
         ready = asyncio.run_coroutine_threadsafe(door.open(), loop).result()
     except (SwapFailed, Refused, Unreachable, OSError, KeyError, IndexError, TypeError) as error:

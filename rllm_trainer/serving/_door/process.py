@@ -23,6 +23,7 @@ __all__ = ["Supervised", "end_group"]
 
 _LOOKS_EVERY = 2.0
 _ANSWERS_WITHIN = 20.0
+_GRACE = 8.0
 _DEATH_SPEAKS = 1.0
 """Seconds that the other processes of a dead server get to write what they have to say."""
 
@@ -32,6 +33,7 @@ class Supervised:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], folder: Path, *, name: str) -> None:
         self._name = name
+        self._lifeline = _guarded_group()
         self._process = subprocess.Popen(command, env=dict(env), cwd=folder, stdin=subprocess.DEVNULL)
         threading.Thread(target=self._wait, name="rllm-server-end", daemon=True).start()
         self._watching = False
@@ -43,6 +45,13 @@ class Supervised:
     @property
     def exit_code(self) -> int | None:
         return self._process.poll()
+
+    def end_with_grace(self) -> None:
+        """This process was asked to end, and with it its group: the server gets a moment to put away what it shares with its children."""
+        self._watching = False
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE)
+        os._exit(0)
 
     async def watch(self, upstream: Upstream, path: str, *, hung_after: float) -> None:
         """For ever: ends the group when the server says that it is not well, or nothing for ``hung_after`` seconds."""
@@ -63,6 +72,16 @@ class Supervised:
         code = self._process.wait()
         if self._watching:
             end_group(f"{self._name} has ended ({code if code >= 0 else signal.Signals(-code).name})")
+
+
+def _guarded_group() -> int:
+    """A process that outlives this one for the moment that it takes to end the group: the descriptor is what it waits for the end of.
+
+    This process may be killed at once with its parent, and would leave what it has started."""
+    read_end, write_end = os.pipe()
+    subprocess.Popen(["/bin/sh", "-c", "read _; kill -KILL 0"], stdin=read_end, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.close(read_end)
+    return write_end
 
 
 def end_group(why: str) -> None:

@@ -102,6 +102,12 @@ def test_a_killed_server_ends_the_group_and_is_told(door: DoorServer, all_ended:
         door.check()
 
 
+def test_a_killed_door_takes_the_server_along(door: DoorServer, all_ended: Callable[[], bool]) -> None:
+    """As when the run is killed, and the kernel kills the door with it: nothing of the server is left."""
+    os.kill(door.pid, signal.SIGKILL)
+    assert all_ended()
+
+
 def test_a_server_that_says_it_is_not_well_is_ended(door: DoorServer, all_ended: Callable[[], bool]) -> None:
     """As vLLM's API process does when its engine has died, and then goes on for ever."""
     with pytest.raises(ServerError):
