@@ -10,10 +10,13 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
+from rllm_trainer.cluster import _verl_plugins
 from rllm_trainer.cluster._ray_api import ray
 from rllm_trainer.cluster._verl_v1_api import CheckpointEngine, CheckpointEngineRegistry
 
 __all__ = ["BACKEND", "Channel", "StoreCheckpointEngine"]
+
+assert _verl_plugins.NAME  # importing it registers the replica in processes that load nothing else of ours
 
 BACKEND = "rllm_store"
 _AHEAD = 2
