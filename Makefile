@@ -7,7 +7,7 @@ WORKERS ?= 2
 DEMO := examples/smolagents_stock
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-seeds demo-control demo-solver-judge test test-openai3 test-peers vllm test-vllm demo-vllm test-cluster test-faults test-all test-shard check format wheel clean
+.PHONY: help setup demo demo-seeds demo-control demo-solver-judge demo-compaction test test-openai3 test-peers vllm test-vllm demo-vllm test-cluster test-faults test-all test-shard check format wheel clean
 
 help:  ## Say what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -32,6 +32,10 @@ demo-control: setup  ## The demo with lr=0: its interval must contain 0
 demo-solver-judge: setup  ## Train two solvers and a judge, each on its own reward (SEED=n); writes runs/solver-judge/result.json
 	@$(BIN)/python examples/solver_judge/run.py --seed $(SEED) --out runs/solver-judge
 	@$(BIN)/python examples/solver_judge/check.py runs/solver-judge
+
+demo-compaction: setup  ## Train a chat whose history is compacted, every sampled token once (SEED=n); writes runs/compaction/result.json
+	@$(BIN)/python examples/compaction/run.py --seed $(SEED) --out runs/compaction
+	@$(BIN)/python examples/compaction/check.py runs/compaction
 
 test: setup test-openai3  ## Run the test suite, and the client's part of it on openai 3.x too
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not vllm and not cluster and not peer and not faults" tests

@@ -49,7 +49,7 @@ def main() -> None:
         group_size=8,
         lr=options.lr,
         betas=(0.9, 0.99),
-        max_model_len=128,
+        max_model_len=512,
         micro_batch_tokens=1024,
         concurrency=64,
         eval_greedy=False,
