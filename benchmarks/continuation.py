@@ -1,7 +1,8 @@
 """How many of a CodeAgent's episodes with two or more calls are one row: prompts rendered anew, and continued exactly.
 
-Two apps on the embedded model: the demo's, which was written so that its history begins with what was sampled, and the same one as the
-framework comes, whose tags are stop strings and whose history says each call once more. The same questions and seeds for each.
+Two apps on the embedded model: the demo's, which was written so that its history begins with what was sampled, and the same one with
+the framework's stock tags and history (``stock``): its tags are stop strings, and its history says each call once more. The same
+questions and seeds for each.
 
     python benchmarks/continuation.py
 """
@@ -28,6 +29,9 @@ from rllm_trainer.serving.local import LocalServer
 
 DEMO = Path(__file__).parent.parent / "examples" / "smolagents_stock"
 SETTINGS = ("rendered", "exact")
+APPS = ("demo", "stock")
+STEPS = 3
+"""Calls of an episode of the second app at most."""
 
 
 def main() -> None:
@@ -37,7 +41,7 @@ def main() -> None:
     from questions import training_rows
 
     questions = [row["question"] for row in training_rows(0)[: options.questions]]
-    apps = {"the demo's": ask, "as the framework comes": _as_it_comes()}
+    apps = {name: app for name, app in zip(APPS, (ask, _as_it_comes()), strict=True) if name in options.apps}
     model = resolve_model(options.model)
     with tempfile.TemporaryDirectory() as folder:
         for setting in SETTINGS:
@@ -74,7 +78,7 @@ def _measured(app: Callable[[str], Any], questions: list[str], server: LocalServ
 def _as_it_comes() -> Callable[[str], Any]:
     """The demo's app with the framework's own tags and history."""
     from app import MODEL, PROMPTS, stock
-    from smolagents import ActionStep, CodeAgent, LogLevel, TaskStep, Timing
+    from smolagents import ActionStep, CodeAgent, FinalAnswerStep, LogLevel, TaskStep, Timing
 
     shown = [
         TaskStep(task="pens: how many plus 5?"),
@@ -84,9 +88,14 @@ def _as_it_comes() -> Callable[[str], Any]:
 
     @rllm.workflow
     def ask_as_it_comes(question: str) -> Any:
-        agent = CodeAgent(tools=[stock], model=MODEL, prompt_templates=PROMPTS, max_steps=3, verbosity_level=LogLevel.OFF)
+        agent = CodeAgent(tools=[stock], model=MODEL, prompt_templates=PROMPTS, verbosity_level=LogLevel.OFF)
         agent.memory.steps = list(shown)
-        return agent.run(question, reset=False)
+        for step in agent.run(question, stream=True, reset=False):
+            if isinstance(step, FinalAnswerStep):
+                return step.output
+            if isinstance(step, ActionStep) and step.step_number == STEPS:
+                return None
+        return None
 
     return ask_as_it_comes
 
@@ -94,6 +103,7 @@ def _as_it_comes() -> Callable[[str], Any]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=None, help="a model folder; default: the embedded model")
+    parser.add_argument("--apps", nargs="+", default=APPS, choices=APPS)
     parser.add_argument("--questions", type=int, default=96)
     return parser.parse_args()
 

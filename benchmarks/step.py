@@ -50,6 +50,8 @@ class Watch:
     def __init__(self) -> None:
         self.seconds: list[defaultdict[str, float]] = [defaultdict(float)]
         self.busy: list[float] = [0.0]
+        self.calls: list[tuple[int, str, float]] = []
+        """(step, function, seconds) of every counted call."""
         self._inside = False
 
     def on(self, owner: Any, name: str, part: str) -> None:
@@ -64,7 +66,9 @@ class Watch:
                 return function(*args, **kwargs)
             finally:
                 self._inside = False
-                self.seconds[-1][part] += time.perf_counter() - started
+                took = time.perf_counter() - started
+                self.seconds[-1][part] += took
+                self.calls.append((len(self.seconds), name, took))
 
         setattr(owner, name, timed)
 
@@ -112,7 +116,11 @@ def main() -> None:
     steps = [_split(line, seconds) for line, seconds in zip(lines, watch.seconds, strict=False)][1:]
     total = sum(sum(step.values()) for step in steps)
     shares = {part: round(sum(step[part] for step in steps) / total, 3) for part in PARTS}
-    print(json.dumps({"seconds_per_step": round(total / len(steps), 2), "shares": shares}))
+    inside: dict[str, float] = {}
+    for step, name, took in watch.calls:
+        if 1 < step <= len(steps) + 1:
+            inside[name] = round(inside.get(name, 0.0) + took / total, 3)
+    print(json.dumps({"seconds_per_step": round(total / len(steps), 2), "shares": shares, "by function": inside}))
     over = {part: share for part, share in shares.items() if part not in FREE and share > MOST}
     if over:
         print(f"more than {MOST:.0%} of a step: {over}")

@@ -3,9 +3,9 @@
 A chat template is free to print an earlier reply otherwise than it was sampled: without its thinking, with its tool calls serialised
 again, with another tokenisation. What is continued here starts with the recorded ids, to the token. A request continues a recorded
 reply if its messages are those of the recorded request, then that reply as the client was given it, then anything: of the reply only
-what a client reads back counts (text, tool calls, whitespace included), a stop string that was cut may be back in its place, and text may
-follow where the reply did not end by itself. The new part is what the template prints after a mark that stands for the reply. Where
-the longest continuation cannot be used, the next shorter one is, and the cause is told.
+what a client reads back counts (text and tool calls), space at its ends may be gone and a stop string that was cut be back, as
+frameworks have it, and text may follow where the reply did not end by itself. The new part is what the template prints after a mark
+that stands for the reply. Where the longest continuation cannot be used, the next shorter one is, and the cause is told.
 """
 
 from __future__ import annotations
@@ -186,12 +186,14 @@ def _added(turn: _Turn, message: Mapping[str, Any]) -> tuple[str | None, str | N
     if calls != given_calls:
         return None, _CHANGED
     reply = turn.reply
-    if text in (given, given + reply.stop, reply.text):
+    forms = (reply.text, given + reply.stop, given)
+    if text.strip() in [form.strip() for form in forms]:
         return "", None
     if reply.end is None and not message.get("tool_calls"):
-        for so_far in (reply.text, given + reply.stop):
-            if so_far and text.startswith(so_far):
-                return text[len(so_far) :], None
+        for form in forms[:2]:
+            if form.strip() and text.lstrip().startswith(form.strip()):
+                after = text.lstrip()[len(form.strip()) :]
+                return after.removeprefix(form[len(form.rstrip()) :]), None
     return None, _WHITESPACE if text.split() == given.split() else _CHANGED
 
 

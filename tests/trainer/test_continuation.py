@@ -49,13 +49,15 @@ def chats() -> Conversations:
     """One request of one message, [1, 2], was answered with " yes ", [3, 4, 5], the last one the end of turn."""
     chats = Conversations(encode=lambda text: [ord(c) for c in text])
     chats.record(asked("hi"), [1, 2], said(" yes ", [3, 4, 5]))
+    chats.record(asked("hi two"), [1, 2], said("a b", [3, 4, 5]))
     return chats
 
 
 def test_the_next_turn_begins_with_the_recorded_ids(chats: Conversations) -> None:
     """Prompt, reply and its sampled end are the recorded ids; the template prints what comes after the reply, and no more."""
-    found = chats.prompt(asked("hi", " yes ", "go"), printed)
-    assert (found.ids, found.reused, found.cause) == ([1, 2, 3, 4, 5, *map(ord, "[user]go[end][assistant]")], 5, None)
+    for content in (" yes ", "yes"):
+        found = chats.prompt(asked("hi", content, "go"), printed)
+        assert (found.ids, found.reused, found.cause) == ([1, 2, 3, 4, 5, *map(ord, "[user]go[end][assistant]")], 5, None)
 
 
 def test_the_same_prompt_again_is_the_same_ids(chats: Conversations) -> None:
@@ -66,7 +68,8 @@ def test_the_same_prompt_again_is_the_same_ids(chats: Conversations) -> None:
 @pytest.mark.parametrize(
     "request_, cause",
     [
-        (asked("hi", "yes", "go"), "whitespace changed"),
+        (asked("hi", "y es", "go"), "reply changed"),
+        (asked("hi two", "a  b", "go"), "whitespace changed"),
         (asked("hi", "no", "go"), "reply changed"),
         (asked("hi", " yes ", "go", setting=["tool"]), "tools changed"),
         (asked("other", " yes ", "go"), "not recorded"),
@@ -94,14 +97,15 @@ def test_where_a_later_reply_was_changed_the_earlier_one_is_continued(chats: Con
 def test_a_cut_stop_string_may_be_back(chats: Conversations) -> None:
     """The stop string is in the sampled ids already, so it is not said twice; the end of turn, which was not sampled, is added."""
     chats.record(asked("stop"), [1], said("code", [9, 8], text="code</code>\n", stop="</code>", end=None))
-    for content in ("code", "code</code>"):
+    for content in ("code", "code</code>", "code</code>\n"):
         assert chats.prompt(asked("stop", content, "go"), printed).ids == [1, 9, 8, *map(ord, "[end][user]go[end][assistant]")]
 
 
 def test_what_was_put_behind_an_unfinished_reply_follows_it(chats: Conversations) -> None:
     """A reply that was cut at its length goes on with the client's own words."""
-    chats.record(asked("long"), [1], said("one tw", [9], end=None))
-    assert chats.prompt(asked("long", "one two", "go"), printed).ids == [1, 9, *map(ord, "o[end][user]go[end][assistant]")]
+    chats.record(asked("long"), [1], said(" one tw", [9], end=None))
+    for content in (" one two", "one two"):
+        assert chats.prompt(asked("long", content, "go"), printed).ids == [1, 9, *map(ord, "o[end][user]go[end][assistant]")]
 
 
 def test_tool_calls_are_compared_by_value(chats: Conversations) -> None:

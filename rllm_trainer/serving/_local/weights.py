@@ -40,7 +40,7 @@ class WeightsError(ValueError):
 
 
 class Checkpoint:
-    """The tensors of one safetensors file, or of a folder's shards, mapped and not read."""
+    """The tensors of one safetensors file, or of a folder's shards; nothing is read before it is asked for."""
 
     def __init__(self, path: Path) -> None:
         from safetensors import safe_open
@@ -51,6 +51,7 @@ class Checkpoint:
         self.path = path
         self.metadata: dict[str, str] = {}
         self._files: dict[str, Any] = {}
+        self._places: dict[str, tuple[Path, int]] = {}
         self.dtypes: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
@@ -59,15 +60,42 @@ class Checkpoint:
             except Exception as error:
                 raise WeightsError(f"got {file}, which is no readable safetensors file: {error}") from error
             self.metadata.update(opened.metadata() or {})
+            starts = _starts(file)
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 part = opened.get_slice(name)
                 self._files[name] = opened
+                self._places[name] = file, starts[name]
                 self.dtypes[name] = part.get_dtype()
                 self.shapes[name] = tuple(part.get_shape())
 
     def get(self, name: str) -> Tensor:
         """The tensor in the file's dtype; mapped, so valid while the file is not rewritten."""
         return self._files[name].get_tensor(name)
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Write the tensor into ``out``, float32 and contiguous. Read, not mapped: a page of a mapping costs more than a copy of it."""
+        if self.dtypes[name] != "F32":
+            out.copy_(self.get(name))
+            return
+        file, at = self._places[name]
+        left = memoryview(cast("Any", out).numpy().reshape(-1)).cast("B")
+        handle = os.open(file, os.O_RDONLY)
+        try:
+            while left:
+                count = os.preadv(handle, [left], at)
+                if not count:
+                    raise WeightsError(f"got {file}, which ends inside {name}; the weights before it stay served")
+                left, at = left[count:], at + count
+        finally:
+            os.close(handle)
+
+
+def _starts(file: Path) -> dict[str, int]:
+    """Where in a safetensors file the bytes of each tensor begin."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header: dict[str, Any] = msgspec.json.decode(opened.read(size))
+    return {name: 8 + size + told["data_offsets"][0] for name, told in header.items() if name != "__metadata__"}
 
 
 class Layer(msgspec.Struct, kw_only=True, eq=False):
@@ -122,22 +150,29 @@ def build(spec: ModelSpec, checkpoint: Checkpoint, get: Callable[[str], Tensor] 
     ``get`` overrides where tensors come from (a merged adapter); it returns float32.
     """
     check(spec, checkpoint)
-    source = get or checkpoint.get
+    shapes = spec.tensors()
+
+    def fill(name: str, out: Tensor) -> None:
+        if get is None:
+            checkpoint.read_into(name, out)
+        else:
+            out.copy_(get(name))
+        if not all_finite(out):
+            raise WeightsError(f"got {name} with a value that is not finite in {checkpoint.path}; the weights before it stay served")
 
     def tensor(name: str) -> Tensor:
-        value = source(name).to(torch.float32)
-        if not all_finite(value):
-            raise WeightsError(f"got {name} with a value that is not finite in {checkpoint.path}; the weights before it stay served")
-        return value
+        out = torch.empty(shapes[name])
+        fill(name, out)
+        return out
 
     @torch.inference_mode()
     def layer(index: int) -> Layer:
-        return _layer(spec, f"model.layers.{index}.", tensor)
+        return _layer(spec, f"model.layers.{index}.", fill)
 
     @torch.inference_mode()
     def ends() -> tuple[Tensor, Tensor, Linear]:
         embed = tensor(_EMBED)
-        return embed.clone(), tensor("model.norm.weight").clone(), Linear(embed if spec.tied else tensor(_HEAD))
+        return embed, tensor("model.norm.weight"), Linear(embed if spec.tied else tensor(_HEAD))
 
     with ThreadPoolExecutor(min(os.cpu_count() or 1, _WORKERS), initializer=torch.set_num_threads, initargs=(1,)) as pool:
         outer = pool.submit(ends)
@@ -153,54 +188,57 @@ def build(spec: ModelSpec, checkpoint: Checkpoint, get: Callable[[str], Tensor] 
     )
 
 
-def _layer(spec: ModelSpec, p: str, tensor: Callable[[str], Tensor]) -> Layer:
-    def linear(names: list[str], bias: bool, heads: Sequence[int] = ()) -> Linear:
-        """The named matrices one below the other; ``heads``: of those whose rows become rotary pairs."""
-        matrix = _stacked([tensor(f"{p}{n}.weight") for n in names], heads, staged=True)
-        return Linear(matrix, _stacked([tensor(f"{p}{n}.bias") for n in names], heads) if bias else None)
+def _layer(spec: ModelSpec, p: str, fill: Callable[[str, Tensor], None]) -> Layer:
+    shapes = spec.tensors()
 
-    def norm(name: str) -> Tensor | None:
-        return _stacked([tensor(f"{p}self_attn.{name}_norm.weight")], [1]) if spec.qk_norm else None
+    def stacked(names: list[str], heads: Sequence[int], *, staged: bool) -> Tensor:
+        """The named tensors one below the other; rows of the first ``len(heads)`` go from (first halves, second halves) to pairs.
+
+        ``staged``: the result is only good until the next one of this thread.
+        """
+        parts = [shapes[p + name] for name in names]
+        shape = (sum(part[0] for part in parts), *parts[0][1:])
+        out = _staging("stacked", shape) if staged else torch.empty(shape)
+        at = 0
+        for index, (name, part) in enumerate(zip(names, parts, strict=True)):
+            rows = out[at : at + part[0]]
+            if index < len(heads):
+                halves = _staging("halves", part)
+                fill(p + name, halves)
+                rows.view(heads[index], -1, 2, *shape[1:]).copy_(halves.view(heads[index], 2, -1, *shape[1:]).transpose(1, 2))
+            else:
+                fill(p + name, rows)
+            at += part[0]
+        return out
+
+    def linear(names: list[str], bias: bool, heads: Sequence[int] = ()) -> Linear:
+        """``heads``: of those of the named matrices whose rows become rotary pairs."""
+        matrix = stacked([f"{n}.weight" for n in names], heads, staged=True)
+        return Linear(matrix, stacked([f"{n}.bias" for n in names], heads, staged=False) if bias else None)
+
+    def norm(name: str, *heads: int) -> Tensor:
+        return stacked([f"{name}.weight"], heads, staged=False)
 
     return Layer(
-        norm1=tensor(p + "input_layernorm.weight").clone(),
+        norm1=norm("input_layernorm"),
         qkv=linear([f"self_attn.{n}_proj" for n in "qkv"], spec.qkv_bias, [spec.heads, spec.kv_heads]),
-        q_norm=norm("q"),
-        k_norm=norm("k"),
+        q_norm=norm("self_attn.q_norm", 1) if spec.qk_norm else None,
+        k_norm=norm("self_attn.k_norm", 1) if spec.qk_norm else None,
         o=linear(["self_attn.o_proj"], spec.o_bias),
-        norm2=tensor(p + "post_attention_layernorm.weight").clone(),
+        norm2=norm("post_attention_layernorm"),
         gate_up=linear(["mlp.gate_proj", "mlp.up_proj"], spec.mlp_bias),
         down=linear(["mlp.down_proj"], spec.mlp_bias),
     )
 
 
-def _staging(shape: Sequence[int]) -> Tensor:
-    """This thread's buffer, for what is packed at once: memory fresh from the system costs more than the copy into it."""
+def _staging(use: str, shape: Sequence[int]) -> Tensor:
+    """This thread's buffer for one use, for what is packed at once: memory fresh from the system costs more than the copy into it."""
     size = math.prod(shape)
-    buffer: Tensor | None = getattr(_buffers, "staging", None)
+    buffer: Tensor | None = getattr(_buffers, use, None)
     if buffer is None or buffer.numel() < size:
-        buffer = _buffers.staging = torch.empty(size)
+        buffer = torch.empty(size)
+        setattr(_buffers, use, buffer)
     return buffer[:size].view(*shape)
-
-
-def _stacked(parts: Sequence[Tensor], heads: Sequence[int], *, staged: bool = False) -> Tensor:
-    """The parts one below the other; rows of the first ``len(heads)`` go from (first halves, second halves) of each head to pairs.
-
-    ``staged``: the result is only good until the next one of this thread.
-    """
-    if len(parts) == 1 and not heads:
-        return parts[0] if staged else parts[0].clone()
-    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
-    out = _staging(shape) if staged else torch.empty(shape)
-    at = 0
-    for index, part in enumerate(parts):
-        rows = out[at : at + len(part)]
-        if index < len(heads):
-            rows.view(heads[index], -1, 2, *shape[1:]).copy_(part.view(heads[index], 2, -1, *shape[1:]).transpose(1, 2))
-        else:
-            rows.copy_(part)
-        at += len(part)
-    return out
 
 
 def _unpaired(rows: Tensor, heads: int) -> Tensor:
