@@ -33,7 +33,7 @@ __all__ = [
 
 Measures = dict[str, float]
 
-_PROBE_TOKENS = 512
+_PROBE_TOKENS = 128
 """Tokens that go through the model before and after an update, so that the server can be compared with both."""
 
 
