@@ -3,7 +3,8 @@
     python benchmarks/gateway.py [--json]
 
 Server, gateway and proxy are processes of their own; the answers are those of a server with vLLM's fields, 2,048 tokens of prompt and 256
-of reply, with ids and logprobs, each event of a stream a packet of its own. Blocks of both are interleaved, and the median block counts.
+of reply, with ids and logprobs. The events of a stream come half a millisecond apart, so that each is a packet of its own, as a model's
+are. Blocks of both are interleaved, and the median block counts.
 ``gateway_cpu_ms``: an unstreamed call, recorded with ids into a store. ``gateway_stream_ratio``: CPU of a streamed call, gateway ÷ proxy.
 """
 
@@ -14,38 +15,21 @@ import contextlib
 import http.client
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-PROMPT, REPLY = 2_048, 256
+import msgspec
+from capture_cost.prose import passages, tokenizer_file
+from capture_cost.server import serving
+
+SIZE = "2k+256"
 TOKEN = "benchmark"
 KEY = "sk-benchmark"
-_TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def serve_upstream() -> None:
-    """A server that answers every chat completion with the same bytes."""
-    import time
-
-    from rllm_trace.testing import Reply, ReplyChoice, ScriptedServer
-
-    draw = random.Random(7)
-    choice = ReplyChoice(
-        text="word " * REPLY,
-        token_ids=[draw.randrange(150_000) for _ in range(REPLY)],
-        logprobs=[-draw.random() for _ in range(REPLY)],
-    )
-    reply = Reply(choices=[choice], prompt_token_ids=[draw.randrange(150_000) for _ in range(PROMPT)])
-    with ScriptedServer([reply], api_key=KEY) as server:
-        print(server.base_url, flush=True)
-        while True:
-            server.log.clear()
-            time.sleep(0.1)
 
 
 def serve_proxy(upstream: str) -> None:
@@ -97,20 +81,17 @@ def running(command: list[str], environ: dict[str, str] | None = None, *, stderr
 
 
 def cpu(pid: int) -> float:
-    """Seconds of CPU that a process has used, all threads."""
-    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+    """Seconds of CPU that the threads of a process have used."""
+    return sum(int(path.read_text(encoding="ascii").split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
-def block(pid: int, url: str, key: str, calls: int, *, streamed: bool) -> float:
+def block(pid: int, url: str, prompt: str, calls: int, *, streamed: bool) -> float:
     """Milliseconds of CPU for one call, over ``calls`` calls on one connection."""
     at = http.client.HTTPConnection(url.split("/")[2], timeout=60)
     asks = {"logprobs": True, "return_token_ids": True}
-    content = "The river runs past the old mill and the stones are green. " * 130
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}], "stream": streamed, **asks})
+    body = msgspec.json.encode({"model": "m", "messages": [{"role": "user", "content": prompt}], "stream": streamed, **asks})
     path = "/" + url.split("/", 3)[3] + "/chat/completions"
-    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
     before = cpu(pid)
     for _ in range(calls):
         at.request("POST", path, body, headers)
@@ -123,15 +104,15 @@ def block(pid: int, url: str, key: str, calls: int, *, streamed: bool) -> float:
     return used * 1_000 / calls
 
 
-def measure(blocks: int, whole: int, streams: int) -> dict[str, float]:
+def measure(tokenizer: Path, blocks: int, whole: int, streams: int) -> dict[str, float]:
     """The numbers, from interleaved blocks."""
-    here = [sys.executable, __file__]
+    prompt = passages(tokenizer, (SIZE,))[SIZE][0].prompt
     with contextlib.ExitStack() as stack:
-        _, upstream = stack.enter_context(running([*here, "--serve", "upstream"]))
-        proxy = stack.enter_context(running([*here, "--serve", "proxy", "--to", upstream]))
+        upstream = stack.enter_context(serving(tokenizer)) + "/paced/v1"
+        proxy = stack.enter_context(running([sys.executable, __file__, "--proxy-to", upstream]))
         store = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         command = [sys.executable, "-m", "rllm_trace.gateway", "--port", "0", "--upstream", upstream, "--store", store]
-        environ = {"RLLM_GATEWAY_TOKEN": TOKEN, "RLLM_GATEWAY_UPSTREAM_KEY": KEY}
+        environ = {"PYTHONPATH": str(Path(__file__).parents[1]), "RLLM_GATEWAY_TOKEN": TOKEN, "RLLM_GATEWAY_UPSTREAM_KEY": KEY}
         pid, url = stack.enter_context(running(command, environ, stderr=True))
         found: dict[str, list[float]] = {}
         for number in range(-1, blocks):
@@ -142,7 +123,7 @@ def measure(blocks: int, whole: int, streams: int) -> dict[str, float]:
                 ("gateway_stream_cpu_ms", pid, episode, streams, True),
                 ("proxy_stream_cpu_ms", proxy[0], proxy[1], streams, True),
             ):
-                used = block(target, place, TOKEN, count, streamed=streamed)
+                used = block(target, place, prompt, count, streamed=streamed)
                 if number >= 0:
                     found.setdefault(name, []).append(used)
     numbers = {name: statistics.median(values) for name, values in found.items()}
@@ -155,15 +136,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the numbers as one last line of JSON")
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--calls", type=int, default=200, help="unstreamed calls of a block; streamed ones are an eighth")
-    parser.add_argument("--serve", choices=["upstream", "proxy"], help=argparse.SUPPRESS)
-    parser.add_argument("--to", help=argparse.SUPPRESS)
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; without it that of the embedded model")
+    parser.add_argument("--proxy-to", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.serve == "upstream":
-        serve_upstream()
-    elif asked.serve == "proxy":
-        serve_proxy(asked.to)
+    if asked.proxy_to:
+        serve_proxy(asked.proxy_to)
     else:
-        numbers = measure(asked.blocks, asked.calls, max(1, asked.calls // 8))
+        numbers = measure(asked.tokenizer or tokenizer_file(), asked.blocks, asked.calls, max(1, asked.calls // 8))
         for name, value in sorted(numbers.items()):
             print(f"{name:24} {value:8.3f}")
         if asked.json:

@@ -1,5 +1,9 @@
-"""The CPU time of ``import rllm_trace``, on the built wheel: ``python benchmarks/import_time.py``. Exit status 1 above 150 ms."""
+"""The CPU time of ``import rllm_trace``, on the built wheel: ``python benchmarks/import_time.py``. Exit status 1 above 150 ms.
 
+``--json`` prints the median alone as one last line, ``--quick`` measures twice.
+"""
+
+import json
 import os
 import statistics
 import subprocess
@@ -22,8 +26,9 @@ assert rllm_trace.__file__.startswith(sys.argv[1]), rllm_trace.__file__
 """
 
 
-def main() -> int:
+def main(options: list[str]) -> int:
     """Measure, print the median and the best, and compare with the limit."""
+    runs = 2 if "--quick" in options else RUNS
     with tempfile.TemporaryDirectory() as folder:
         build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, str(ROOT)]
         subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
@@ -36,11 +41,14 @@ def main() -> int:
         command = [sys.executable, "-c", PROGRAM, str(installed)]
         times = [
             float(subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder, env=compiled).stdout)
-            for _ in range(RUNS + 1)
+            for _ in range(runs + 1)
         ][1:]
-    print(f"import rllm_trace: {statistics.median(times):.0f} ms of CPU (median of {RUNS}; best {min(times):.0f}), limit {LIMIT_MS:.0f}")
+    print(f"import rllm_trace: {statistics.median(times):.0f} ms of CPU (median of {runs}; best {min(times):.0f}), limit {LIMIT_MS:.0f}")
+    if "--json" in options:
+        print(json.dumps(round(statistics.median(times), 1)))
+        return 0
     return int(statistics.median(times) > LIMIT_MS)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

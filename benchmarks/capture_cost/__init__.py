@@ -1,0 +1,1 @@
+"""What recording costs, measured: the parts of `benchmarks/tracing.py`"""
