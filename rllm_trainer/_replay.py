@@ -51,10 +51,11 @@ RESULT_FILE = "result.json"
 MODEL_FOLDER = "model"
 _USED = frozenset(
     {
-        "algorithm", "batch_tasks", "betas", "clip_grad", "clip_high", "clip_low", "correction", "engine", "entropy_coef", "epochs",
-        "eps", "keep", "kl_coef", "kl_estimator", "kl_in", "limits", "lora", "loss_agg", "lr", "mask_truncated", "max_model_len",
-        "micro_batch_tokens", "norm_by_std", "overlong", "policy_loss", "ppo_epochs", "progress", "sample_mode", "save_every", "schedule",
-        "seed", "shuffle", "steps", "threads", "verl", "warmup_steps", "weight_decay",
+        "algorithm", "batch_tasks", "betas", "clip_grad", "clip_high", "clip_low", "cluster", "correction", "discount", "engine",
+        "entropy_coef", "epochs", "eps", "faults", "group_by", "keep", "kl_coef", "kl_estimator", "kl_in", "limits", "lora", "loss_agg",
+        "lr", "mask_truncated", "max_model_len", "micro_batch_tokens", "norm_by_std", "overlong", "policy_loss", "ppo_epochs", "progress",
+        "ray", "reject_below", "returns", "sample_mode", "save_every", "schedule", "seed", "shuffle", "steps", "threads", "verl",
+        "warmup_steps", "weight_decay",
     }
 )  # fmt: skip
 _COMPARED = 2

@@ -29,7 +29,7 @@ from rllm_trainer.loop import TrainingEngine
 from rllm_trainer.measures import update_measures
 from rllm_trainer.metrics import EVAL_NLL, Line, MetricsLog
 from rllm_trainer.models import resolve_model
-from rllm_trainer.plan import require_steps, versions_here
+from rllm_trainer.plan import require_here, require_steps, versions_here
 from rllm_trainer.processes import training
 from rllm_trainer.report import Losses, Report
 from rllm_trainer.rollout.dataset import FixedTasks, Task
@@ -45,9 +45,9 @@ MODEL_FOLDER = "model"
 BEFORE_FILE = "before.json"
 _USED = frozenset(
     {
-        "batch_tasks", "betas", "clip_grad", "engine", "epochs", "eps", "eval_every", "keep", "lora", "loss_agg", "lr", "mask_truncated",
-        "max_model_len", "micro_batch_tokens", "overlong", "progress", "sample_mode", "save_every", "schedule", "seed", "shuffle", "steps",
-        "threads", "verl", "warmup_steps", "weight_decay",
+        "batch_tasks", "betas", "clip_grad", "cluster", "engine", "epochs", "eps", "eval_every", "keep", "lora", "loss_agg", "lr",
+        "mask_truncated", "max_model_len", "micro_batch_tokens", "overlong", "progress", "ray", "sample_mode", "save_every", "schedule",
+        "seed", "shuffle", "steps", "threads", "verl", "warmup_steps", "weight_decay",
     }
 )  # fmt: skip
 _OF_EPISODES = ("mask_truncated", "sample_mode")
@@ -291,6 +291,7 @@ def _settings(given: dict[str, Any], *, has_evaluation: bool) -> Settings:
     if not has_evaluation:
         refused["eval_every"] = "there is no eval_dataset"
     settings = make_settings(given, refused=refused)
+    require_here(settings, given)
     passed = passed_to_verl(settings)
     for section in _IDLE_SECTIONS:
         if section in passed:

@@ -33,7 +33,18 @@ from rllm_trainer.rollout.runner import Limits
 from rllm_trainer.serving_settings import require_trainable
 from rllm_trainer.state import State
 
-__all__ = ["Ask", "RunPlan", "fixed_tasks", "guarded", "limits_of", "plan_run", "require_arguments", "require_steps", "versions_here"]
+__all__ = [
+    "Ask",
+    "RunPlan",
+    "fixed_tasks",
+    "guarded",
+    "limits_of",
+    "plan_run",
+    "require_arguments",
+    "require_here",
+    "require_steps",
+    "versions_here",
+]
 
 _PACKAGES = ("rllm-trace", "verl", "torch", "transformers", "openai")
 _OF_EVALUATION = ("eval_every", "eval_n", "eval_greedy")
@@ -224,6 +235,15 @@ def _require_refillable(settings: Settings, tasks: FixedTasks | StreamedTasks) -
         raise SettingError(f"refill={settings.refill} needs staleness=0: which groups say nothing is known when all of a step have ended")
     if settings.refill and not isinstance(tasks, FixedTasks):
         raise SettingError(f"refill={settings.refill} draws further rows, and an iterable's are drawn once, in order; give a list of rows")
+
+
+def require_here(settings: Settings, given: Mapping[str, Any]) -> None:
+    """Raises ``SettingError`` where steps that run no app are asked of verl's own trainer, or an engine does not read a setting."""
+    if settings.engine == "cluster":
+        raise SettingError(
+            "engine='cluster' is verl's own trainer, which runs the app; engine='direct-ray' takes such steps on several devices"
+        )
+    require_elsewhere(settings, given)
 
 
 def require_steps(settings: Settings, steps: int | None) -> None:
