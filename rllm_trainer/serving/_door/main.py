@@ -52,7 +52,7 @@ class DoorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where the server runs; made, for its owner alone."""
     options: dict[str, Any] = {}
     start_timeout: float = 600.0
-    hung_after: float = 120.0
+    hung_after: float = 300.0
     versions: bool = True
 
 
