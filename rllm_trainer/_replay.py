@@ -30,7 +30,7 @@ from rllm_trainer.interrupts import interruptible
 from rllm_trainer.loop import Loop, Parts
 from rllm_trainer.metrics import Line, MetricsLog
 from rllm_trainer.models import resolve_model
-from rllm_trainer.plan import require_steps, versions_here
+from rllm_trainer.plan import require_here, require_steps, versions_here
 from rllm_trainer.preparation import make_samples
 from rllm_trainer.processes import training
 from rllm_trainer.report import Report
@@ -137,6 +137,7 @@ def _plan(
 ) -> _Plan:
     refused = dict.fromkeys(set(Settings.__struct_fields__) - _USED, "replay runs no app and serves nothing")
     settings = make_settings({"shuffle": False} | given, refused=refused)
+    require_here(settings, given)
     rules = rules_of(settings.algorithm)
     functions = given_functions(reward)
     folder = resolve_model(model, say=report.note)

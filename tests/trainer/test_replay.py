@@ -137,6 +137,14 @@ def test_settings_of_running_an_app_are_refused(name, value, tmp_path):
         replay([], "tiny-qwen2", output_dir=tmp_path / "run", **{name: value})
 
 
+def test_engines_that_run_the_app_themselves_are_refused(tmp_path):
+    """verl's own trainer cannot take steps without an app; what only Ray reads is refused elsewhere."""
+    with pytest.raises(SettingError, match="engine='cluster' is verl's own trainer, which runs the app"):
+        replay([], "tiny-qwen2", output_dir=tmp_path / "run", engine="cluster")
+    with pytest.raises(SettingError, match="cluster="):
+        replay([], "tiny-qwen2", output_dir=tmp_path / "run", cluster={"nodes": 2})
+
+
 def test_a_store_without_anything_to_train(tmp_path):
     """The reason is named: no group, no ids, or no episode at all."""
     call = make_call("a", [1, 2], [3])
