@@ -28,6 +28,8 @@ __all__ = ["RemoteAttempt", "RemoteRunner", "Worker"]
 _ANSWER = 30.0
 """Seconds that a worker has to answer a question that takes it none."""
 _ALL_SITES = 10.0
+_REST = 15.0
+"""Seconds in which Ray starts a worker anew."""
 
 
 class Worker:
@@ -37,6 +39,8 @@ class Worker:
         self.handle = handle
         self.name = name
         self.running = 0
+        self.rests_until = 0.0
+        """Monotonic seconds; one that has just failed gets attempts only where no other can take them."""
 
 
 class RemoteAttempt(Attempt):
@@ -85,6 +89,8 @@ class RemoteAttempt(Attempt):
         if not self._close():
             return
         error = future.exception()
+        if error is not None:
+            self._worker.rests_until = time.monotonic() + _REST
         outcome = cast("Outcome", future.result()) if error is None else self._lost(f"{self._worker.name} failed: {_words(error)}")
         self._told(self, outcome)
 
@@ -163,7 +169,8 @@ class RemoteRunner(Runner):
 
     def _least(self) -> Worker:
         with self._lock:
-            worker = min(self.workers, key=lambda one: one.running)
+            now = time.monotonic()
+            worker = min(self.workers, key=lambda one: (one.rests_until > now, one.running))
             worker.running += 1
             return worker
 
