@@ -2,9 +2,9 @@
 
     python benchmarks/many_episodes.py [--episodes 10000] [--workers 4] [--rounds 2] [--json]
 
-Each episode waits for a scripted time (lognormal, median 2 s, p99 20 s, cut at 30 s, seed given) that begins once all of its round are open, makes one
-call to a scripted server of its worker, and ends. The home process puts the episodes together from spans alone. Memory is looked at after
-each round: in the second one the same work must find room in what the first one left.
+Each episode waits for a scripted time (lognormal, median 2 s, p99 20 s, cut at 30 s, seed given) that begins once all of its round are
+open, makes one call to a scripted server of its worker, and ends. The home process puts the episodes together from spans alone. Memory is
+looked at after each round: in the second one the same work must find room in what the first one left.
 """
 
 from __future__ import annotations
