@@ -101,7 +101,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
         else:
             drawn = self.tasks.batches(settings.batch_tasks, start=start)
         if self.state.steps is not None:
-            drawn = islice(drawn, self.state.steps - start)
+            drawn = islice(drawn, max(0, self.state.steps - start))
         return guarded(drawn, self.eval_tasks)
 
 
@@ -294,6 +294,8 @@ def _say(plan: RunPlan, binder: Binder, report: Report) -> None:
     report.settings(plan.rows, plan.facts)
     if plan.resumed:
         report.note(f"continuing after step {plan.state.step}")
+        if plan.state.steps is not None and plan.state.step >= plan.state.steps:
+            report.warn(f"the run has taken {plan.state.step} steps, and there are {plan.state.steps} in all: nothing is left to train")
     first = plan.tasks.tasks[0] if isinstance(plan.tasks, FixedTasks) else plan.tasks.first
     unused = binder.unused(first.row)
     if unused:

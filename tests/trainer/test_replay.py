@@ -1,6 +1,8 @@
 """Stored episodes train as the run did that recorded them: the same batch, the same weights, bit for bit; and with other rewards."""
 
+import contextlib
 import json
+import threading
 
 import numpy as np
 import openai
@@ -8,9 +10,11 @@ import pytest
 
 import rllm_trainer.loop as loop_module
 from rllm_trace.exporters.jsonl import read_episodes
-from rllm_trainer import fit, replay
+from rllm_trainer import fit, processes, replay
 from rllm_trainer.cli import main
+from rllm_trainer.config import make_settings
 from rllm_trainer.exceptions import CheckpointError, DatasetError, NoSignal, RewardError, SettingError
+from rllm_trainer.models import resolve_model
 from rllm_trainer.testing import make_call, make_choice, make_episode
 
 ROWS = [{"word": f"say {i}", "letter": "e"} for i in range(8)]
@@ -29,6 +33,28 @@ def lowercase(output):
     return sum(letter.islower() for letter in output) / max(1, len(output))
 
 
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """An engine and a server, started once; every run gets the model anew."""
+    settings = make_settings({"threads": 1})
+    with processes.running(settings, resolve_model("tiny-qwen2"), tmp_path_factory.mktemp("run"), threading.Event()) as both:
+        yield both
+
+
+@pytest.fixture(autouse=True)
+def _on_started(request, monkeypatch):
+    if "lived" not in request.fixturenames:
+        return
+    engine, _ = request.getfixturevalue("started")
+
+    @contextlib.contextmanager
+    def training(settings, model, run_dir, stop, **given):
+        engine.restart(settings, model_path=model, **given)
+        yield engine
+
+    monkeypatch.setattr("rllm_trainer._replay.training", training)
+
+
 @pytest.fixture
 def batches(monkeypatch):
     """The batches of the loops that run in the test, as they were made."""
@@ -45,21 +71,25 @@ def batches(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def lived(tmp_path_factory):
+def lived(tmp_path_factory, started):
     """A run of two steps, and the batches that it trained on."""
     made, prepare = [], loop_module.prepare
+
+    @contextlib.contextmanager
+    def running(settings, model, run_dir, stop):
+        started[0].restart(settings, model_path=model)
+        yield started
 
     def noting(*args, **settings):
         prepared = prepare(*args, **settings)
         made.append(prepared.batch)
         return prepared
 
-    loop_module.prepare = noting
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop_module, "prepare", noting)
+        patch.setattr("rllm_trainer._fit.running", running)
         run_dir = tmp_path_factory.mktemp("lived") / "run"
         result = fit(app, ROWS, "tiny-qwen2", lowercase, output_dir=run_dir, steps=2, batch_tasks=4, group_size=4, **SHARED)
-    finally:
-        loop_module.prepare = prepare
     return result, made
 
 

@@ -129,3 +129,4 @@ def test_what_may_change_when_a_run_is_continued(on_started, tmp_path):
     assert [(line["step"], line["lr"]) for line in result.metrics] == [(1, 1e-3), (2, 1e-3), (3, 5e-4)]
     again = fit(app, ROWS, reward=lowercase, output_dir=tmp_path / "run", resume=True, **GIVEN)
     assert [line["step"] for line in again.metrics] == [1, 2, 3]
+    assert again.warnings == ["the run has taken 3 steps, and there are 2 in all: nothing is left to train"]

@@ -1,7 +1,9 @@
 """Supervised fine-tuning: which tokens of chats and of stored episodes are trained, and that a run lowers their loss."""
 
+import contextlib
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 from rllm_trace.exporters.jsonl import write_episodes
 from rllm_trace.types import ErrorInfo
-from rllm_trainer import sft
+from rllm_trainer import processes, sft
 from rllm_trainer.chats import Chat, chats_of, tokenize_chats
 from rllm_trainer.checkpoint import Checkpoints
 from rllm_trainer.cli import main
@@ -35,6 +37,25 @@ SMALL = {"model": "tiny-qwen2", "lr": 3e-3, "batch_tasks": 4, "threads": 1, "pro
 @pytest.fixture(scope="module")
 def tiny():
     return resolve_model("tiny-qwen2")
+
+
+@pytest.fixture(scope="module")
+def started(tiny, tmp_path_factory):
+    """An engine, started once."""
+    with processes.training(make_settings({"threads": 1}), tiny, tmp_path_factory.mktemp("run"), threading.Event()) as engine:
+        yield engine
+
+
+@pytest.fixture
+def on_started(started, monkeypatch):
+    """Runs get the model anew in the engine that is up."""
+
+    @contextlib.contextmanager
+    def training(settings, model, run_dir, stop, **given):
+        started.restart(settings, model_path=model, **given)
+        yield started
+
+    monkeypatch.setattr("rllm_trainer._sft.training", training)
 
 
 def with_template(tiny, folder, change):
@@ -158,7 +179,7 @@ def test_episodes_without_ids_are_trained_on_their_texts(tiny):
     assert found.notes == {"episodes trained on their texts, because no token ids were recorded": 1}
 
 
-def test_a_run_lowers_the_loss_and_can_be_continued(tmp_path):
+def test_a_run_lowers_the_loss_and_can_be_continued(on_started, tmp_path):
     """Held-out loss falls; a run that is continued has the weights of one that was never stopped."""
     given = SMALL | {"eval_dataset": CHATS[8:], "schedule": "cosine"}
     whole = sft(CHATS[:8], output_dir=tmp_path / "whole", steps=6, eval_every=3, save_every=3, **given)
@@ -179,7 +200,7 @@ def test_a_run_lowers_the_loss_and_can_be_continued(tmp_path):
         sft(CHATS[:7], output_dir=tmp_path / "half", resume=True, **SMALL)
 
 
-def test_from_the_command_line(tmp_path, capsys):
+def test_from_the_command_line(on_started, tmp_path, capsys):
     """``rllm sft`` trains on a file of chats and says what it did."""
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
