@@ -136,7 +136,9 @@ class Loop:
         samples = make_samples(rollouts, settings=self._parts.settings, vocab_size=self._parts.engine.vocab_size, decode=self._parts.decode)
         self._look(collected, samples)
         counters = reduce(add, (s.counters for s in samples.values()), Counters())
-        line = rollout_measures(collected.groups, collected.seconds) | sample_measures(counters, collected.seconds)
+        line = rollout_measures(collected.groups, collected.seconds, faults=self._parts.settings.faults) | sample_measures(
+            counters, collected.seconds
+        )
         line |= continuation_measures(continued := self._continuations())
         notes += continuation_notes(continued)
         prepared = prepare(

@@ -7,6 +7,7 @@ Means over rollouts have every rollout in the denominator: one that was lost to 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -37,14 +38,14 @@ _PROBE_TOKENS = 128
 """Tokens that go through the model before and after an update, so that the server can be compared with both."""
 
 
-def rollout_measures(groups: Sequence[Group], seconds: float) -> Measures:
-    """What the rollouts were worth, and what failed."""
+def rollout_measures(groups: Sequence[Group], seconds: float, *, faults: Mapping[Any, str] | None = None) -> Measures:
+    """What the rollouts were worth, and what failed; ``faults``: the setting's overrides of which are trained."""
     rollouts = [r for g in groups for r in g.rollouts]
     scored = [r.reward for r in rollouts if r.reward is not None]
     found: Measures = {
         REWARD_MEAN: sum(scored) / len(rollouts) if rollouts else 0.0,
         "rollouts": len(rollouts),
-        "rollouts/excluded": sum(leaves_gradient(r.fault) for r in rollouts),
+        "rollouts/excluded": sum(leaves_gradient(r.fault, faults) for r in rollouts),
         "rollouts/seconds": seconds,
         "groups": len(groups),
         "groups/with_signal_share": _share([_differs([r.reward for r in g.rollouts if r.reward is not None]) for g in groups]),
