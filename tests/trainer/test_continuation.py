@@ -13,6 +13,9 @@ import pytest
 import rllm_trace as rllm
 from rllm_trace.rollouts import rollout
 from rllm_trace.routing import Route
+from rllm_trainer.config import make_settings
+from rllm_trainer.exceptions import SettingError
+from rllm_trainer.measures import continuation_measures, continuation_notes
 from rllm_trainer.models import resolve_model
 from rllm_trainer.serving.continuation import Conversations, Reply, Request
 from rllm_trainer.serving.local import LocalServer
@@ -154,6 +157,21 @@ def test_what_is_kept_is_bounded() -> None:
     for name in ("a", "b", "c"):
         chats.record(asked("hi", reference=f"{name}/t"), [1, 2], said("yes", [3, 4]))
     assert [chats.prompt(asked("hi", reference=f"{name}/t"), printed).ids for name in "abc"] == [None, [1, 2], [1, 2]]
+
+
+def test_counts_become_measures_and_one_sentence() -> None:
+    """Each step's line has every count, and its notes the causes."""
+    counts = {"continued": 7, "reply changed": 2, "too long": 1}
+    measures = {"continuation/continued": 7, "continuation/reply_changed": 2, "continuation/too_long": 1}
+    assert continuation_measures(counts) == measures
+    assert continuation_notes(counts) == ["prompts that do not continue all that was recorded: reply changed 2, too long 1"]
+    assert continuation_notes({"continued": 7}) == []
+
+
+def test_exact_continuation_is_refused_where_no_ids_are_kept() -> None:
+    """Before anything is started."""
+    with pytest.raises(SettingError, match="needs a server that keeps the ids of a chat; serving='vllm' does not"):
+        make_settings({"continuation": "exact", "serving": "vllm"})
 
 
 @pytest.fixture(scope="module", params=["rendered", "exact"])
