@@ -15,7 +15,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Where a run stops rather than train on what is left; None: never for this."""
 
     share_trained: _Share | None = 0.5
-    """Least share of the sampled tokens that is trained."""
+    """Least share of the sampled tokens that is trained, of those that no setting leaves out (``reject_below``, ``mask_truncated``)."""
     groups_without_signal: _Share | None = None
     """Largest share of groups."""
     staleness: Annotated[int, msgspec.Meta(ge=0)] | None = None

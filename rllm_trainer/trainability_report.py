@@ -13,13 +13,15 @@ import numpy as np
 
 from rllm_trainer.breaks import Break
 from rllm_trainer.limits import Limits
-from rllm_trainer.placing import SetAside
+from rllm_trainer.placing import Reason, SetAside
 from rllm_trainer.samples import Counters, SampleSet
 from rllm_trainer.types import Float32, Sample
 
 __all__ = ["Entry", "Ratio", "Staleness", "TrainabilityReport", "exceeded", "logprob_ratio", "trainability_report"]
 
 _NEVER_MEANT = "no_train"
+_AS_ASKED: frozenset[Reason] = frozenset({"truncated", "over-long", "rejected", "group without signal"})
+"""What a setting of the run leaves out: no loss that should stop it."""
 _INEXACT = "inexact"
 _NUMBER = re.compile(r"\d+")
 _TAIL = 99
@@ -191,11 +193,14 @@ def exceeded(report: TrainabilityReport, limits: Limits) -> list[str]:
     """One sentence for each limit that the report is beyond."""
     found: list[str] = []
     counters = report.counters
-    if limits.share_trained is not None and counters.share_trained < limits.share_trained:
-        why = "; ".join(f"{entry.name}: {entry.tokens} tokens, such as {entry.example}" for entry in report.lost[:3])
+    meant = counters.sampled_tokens - sum(counters.lost_tokens.get(reason, 0) for reason in _AS_ASKED)
+    share = counters.trained_tokens / meant if meant else 1.0
+    if limits.share_trained is not None and share < limits.share_trained:
+        lost = [entry for entry in report.lost if entry.name not in _AS_ASKED]
+        why = "; ".join(f"{entry.name}: {entry.tokens} tokens, such as {entry.example}" for entry in lost[:3])
         found.append(
-            f"{counters.trained_tokens} of {counters.sampled_tokens} sampled tokens are trained ({counters.share_trained:.0%}); at least "
-            f"{limits.share_trained:.0%} must be. Lost to {why}"
+            f"{counters.trained_tokens} of {meant} sampled tokens are trained ({share:.0%}); at least {limits.share_trained:.0%} must be. "
+            f"Lost to {why}"
         )
     without = report.groups_without_signal / report.groups if report.groups else 0.0
     if limits.groups_without_signal is not None and without > limits.groups_without_signal:

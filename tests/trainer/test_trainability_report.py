@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rllm_trainer.limits import Limits
-from rllm_trainer.samples import SampleSet, build_samples
+from rllm_trainer.samples import Counters, SampleSet, build_samples
 from rllm_trainer.testing import make_call, make_choice, make_episode
 from rllm_trainer.trainability_report import Ratio, TrainabilityReport, exceeded, logprob_ratio, trainability_report
 
@@ -109,3 +109,11 @@ def test_a_report_beyond_its_limits_says_what_was_got_and_expected() -> None:
     ]
     assert exceeded(report, Limits(ratio_p99=None)) == []
     assert exceeded(TrainabilityReport(), strict) == []
+
+
+def test_what_a_setting_leaves_out_is_no_loss() -> None:
+    """Rejected and truncated tokens are no reason to stop; of the others, enough must be trained."""
+    asked = TrainabilityReport(counters=Counters(sampled_tokens=100, trained_tokens=10, lost_tokens={"rejected": 60, "truncated": 30}))
+    assert exceeded(asked, Limits()) == []
+    lost = TrainabilityReport(counters=Counters(sampled_tokens=100, trained_tokens=10, lost_tokens={"rejected": 60, "inexact": 30}))
+    assert exceeded(lost, Limits()) == ["10 of 40 sampled tokens are trained (25%); at least 50% must be. Lost to "]
