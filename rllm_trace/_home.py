@@ -3,11 +3,13 @@ loopback, or where ``configure(reachable_at=...)`` says, so that children on oth
 
 What a child records in a workflow that runs here becomes part of that workflow's record; what comes after its end is late and counted.
 Each thing that is handed over has a number, which comes back when it has run to its end: where a process is gone and its number has not
-come, what it had recorded last is lost, and is counted. Open until ``shutdown`` or the next ``configure``; a forked child closes it.
+come, what it had recorded last is lost, and is counted; a child says with its own which of those that it handed on have ended. Open
+until ``shutdown`` or the next ``configure``; a forked child closes it.
 """
 
 from __future__ import annotations
 
+import collections
 import contextvars
 import threading
 from collections.abc import Callable
@@ -23,10 +25,11 @@ from rllm_trace._spans import sources
 from rllm_trace.episode_receiver import EpisodeReceiver
 from rllm_trace.types import Episode
 
-__all__ = ["address", "close", "expect", "is_elsewhere", "open_at"]
+__all__ = ["address", "close", "ended_here", "expect", "forget", "is_elsewhere", "open_at", "over"]
 
 _MAX_EXPECTED: Final = 10_000
 LOST: Final = "process that ended without a word"
+_MISSING: Final = object()
 
 
 class _Home:
@@ -39,6 +42,10 @@ class _Home:
         """``host`` and ``http_port`` of the receiver; empty: loopback, any port."""
         self.expected: dict[str, Callable[[], bool]] = {}
         """By number: whether what runs there has ended."""
+        self.passed_on: dict[str, Callable[[], bool]] = {}
+        """The same for what is handed on in a process that is a child itself: its words go to the one that keeps the record."""
+        self.arrived: collections.OrderedDict[str, None] = collections.OrderedDict()
+        """Numbers that have come and were not expected: of what children have handed on."""
         self.watches = False
 
 
@@ -88,11 +95,13 @@ def close() -> None:
 def expect(has_ended: Callable[[], bool], home: Address) -> str:
     """A number for what is handed over. ``has_ended`` says, later, whether nothing more can come of it; it must not keep it alive.
 
-    Its word is awaited only where it is sent: not in a child that hands on what it was given.
+    Its word is awaited where it is sent; a child that hands on what it was given only says, there, what has ended.
     """
     number = sources.span_id()
     with _home.lock:
         if _home.receiver is None or _home.receiver.token != home.token:
+            if len(_home.passed_on) < _MAX_EXPECTED:
+                _home.passed_on[number] = has_ended
             return number
         if len(_home.expected) >= _MAX_EXPECTED:
             look_for_lost()
@@ -113,12 +122,41 @@ def look_for_lost() -> None:
 def forget(number: str) -> bool:
     """No more is expected of ``number``. False: it has come already."""
     with _home.lock:
+        _home.passed_on.pop(number, None)
         return _home.expected.pop(number, None) is not None
 
 
-def _received(number: str, lost: int) -> None:
-    if forget(number):
-        counters.add("dropped", "span of another process", lost)
+def over(number: str) -> None:
+    """What runs under ``number`` has ended, or never will: so has its word come, or never will."""
+    with _home.lock:
+        if number in _home.passed_on:
+            _home.passed_on[number] = _yes
+        elif _home.expected.pop(number, None) is not None:
+            counters.add("dropped", LOST)
+
+
+def _yes() -> bool:
+    return True
+
+
+def ended_here() -> list[str]:
+    """Numbers of what was handed on here and has ended since this was last asked."""
+    with _home.lock:
+        ended = [number for number, has_ended in _home.passed_on.items() if has_ended()]
+        for number in ended:
+            del _home.passed_on[number]
+    return ended
+
+
+def _received(number: str, lost: int, ended: list[str]) -> None:
+    with _home.lock:
+        if _home.expected.pop(number, None) is None:
+            _home.arrived[number] = None
+            if len(_home.arrived) > _MAX_EXPECTED:
+                _home.arrived.popitem(last=False)
+        silent = [one for one in ended if _home.arrived.pop(one, _MISSING) is _MISSING]
+    counters.add("dropped", "span of another process", lost)
+    counters.add("dropped", LOST, len(silent))
 
 
 def _keep_nothing(episode: Episode) -> None:
@@ -130,7 +168,8 @@ def _in_forked_child() -> None:
     """The child listens to nobody; what it goes on with is recorded by its parent."""
     receiver, _home.receiver = _home.receiver, None
     _home.lock = threading.RLock()
-    _home.expected.clear()
+    for numbers in (_home.expected, _home.passed_on, _home.arrived):
+        numbers.clear()
     if receiver is None:
         return
     at = Address(endpoint=receiver.http_endpoint, token=receiver.token)

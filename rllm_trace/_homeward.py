@@ -6,6 +6,7 @@ Nothing blocks but ``flush_home``, which has a deadline; what did not arrive in 
 from __future__ import annotations
 
 import base64
+import sys
 import threading
 from typing import Any, Final
 
@@ -146,7 +147,9 @@ def send_receipt(receipt: str | None, trace_id: str, episode_id: str) -> None:
         return
     with guard("receipt"):
         lost = counters.get("dropped", "span") + counters.get("failed", "span")
-        facts = {A.RECEIPT: receipt, A.RECEIPT_LOST: lost}
+        home: Any = sys.modules.get("rllm_trace._home")  # where it was never loaded, nothing was handed on
+        ended: list[str] = [] if home is None else home.ended_here()
+        facts: dict[str, Any] = {A.RECEIPT: receipt, A.RECEIPT_LOST: lost, **({A.RECEIPT_ENDED: " ".join(ended)} if ended else {})}
         recorder.home.put(_word(A.SPAN_RECEIPT, receipt, facts, trace_id=trace_id, episode_id=episode_id))
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 from rllm_trace import _home
 from rllm_trace._context import Carried, capture, current
 from rllm_trace._episode import IDLE
-from rllm_trace._guard import counters, guard
+from rllm_trace._guard import guard
 from rllm_trace._handover import Handover, continued, hand_over, hand_over_collecting
 from rllm_trace._propagation import _is_in_chain, _put_back, _running, _to_carry
 from rllm_trace.rollouts import current_rollout
@@ -157,8 +157,10 @@ def _wrap_submit(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _done(number: str, future: Any) -> None:
     """The result is here, or never will be: so is what was recorded."""
-    if _home.forget(number) and not future.cancelled():
-        counters.add("dropped", _home.LOST)
+    if future.cancelled():
+        _home.forget(number)
+    else:
+        _home.over(number)
 
 
 def _wrap_pool(original: Callable[..., Any]) -> Callable[..., Any]:

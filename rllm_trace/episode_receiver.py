@@ -56,8 +56,8 @@ class EpisodeReceiver:
     ) -> None:
         self.episodes: list[Episode] = []
         """Delivered so far; stays empty with ``on_episode``."""
-        self.on_receipt: Callable[[str, int], None] | None = None
-        """(id, spans that were lost there): something that was handed over to another process has run to its end."""
+        self.on_receipt: Callable[[str, int, list[str]], None] | None = None
+        """(id, spans that were lost there, ids of what it had handed on and seen end): something handed over has ended."""
         self.on_record: Callable[[Episode], None] = self._deliver
         """Takes an episode that another process of ours has recorded as a whole."""
         self._on_episode = on_episode
@@ -142,7 +142,9 @@ class EpisodeReceiver:
         """A word between two processes of ours, no part of a record."""
         if self.on_receipt is not None:
             with guard("receipt"):
-                self.on_receipt(str(span.attributes[names.RECEIPT]), int(span.attributes.get(names.RECEIPT_LOST) or 0))
+                found = span.attributes
+                ended = str(found.get(names.RECEIPT_ENDED) or "").split()
+                self.on_receipt(str(found[names.RECEIPT]), int(found.get(names.RECEIPT_LOST) or 0), ended)
 
     def _receive_record(self, span: ReceivedSpan) -> None:
         from rllm_trace._store_log import row_of_frame

@@ -143,3 +143,58 @@ def test_no_variable_of_opentelemetry_reaches_us() -> None:
     }
     ran = subprocess.run([sys.executable, "-c", ENVIRONMENT], env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (ran.stdout, ran.returncode) == ("ok\n", 0), ran.stderr
+
+
+THEIRS = """
+import logging, os, signal, sys
+import rllm_trace as rllm
+from opentelemetry import propagate, trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from rllm_trace.exporters import MemoryExporter
+
+theirs, ours = InMemorySpanExporter(), MemoryExporter()
+provider = TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(theirs))
+
+def of_the_process():
+    signals = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)]
+    handlers = [logging.getLogger(name).handlers[:] for name in (None, "opentelemetry", "rllm_trace")]
+    return [dict(os.environ), signals, handlers, propagate.get_global_textmap(), sys.excepthook]
+
+@rllm.workflow
+def app():
+    with trace.get_tracer("theirs").start_as_current_span("inside"):
+        with rllm.agent("solver"):
+            return trace.get_current_span().name
+
+def run():
+    with trace.get_tracer("theirs").start_as_current_span("around"):
+        return app()
+
+if sys.argv[1] == "before":
+    trace.set_tracer_provider(provider)
+before = of_the_process()
+rllm.configure(exporters=[ours])
+with rllm.collect() as episodes:
+    if sys.argv[1] == "after":
+        rllm.workflow(lambda: None)()
+        trace.set_tracer_provider(provider)
+    assert run() == "inside"
+assert rllm.flush()
+assert trace.get_tracer_provider() is provider
+assert of_the_process() == before
+rllm.shutdown()
+print([span.name for span in theirs.get_finished_spans()], episodes[-1].output)
+print(sorted({span.name for span in ours.spans if "lambda" not in span.name}))
+"""
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_the_process_keeps_its_own_provider_and_all_that_is_global(order: str) -> None:
+    """A provider set before ours or after stays the global one and gets their spans, all of them, no other. Handlers of signals and logs,
+    propagators and the environment are what they were."""
+    done = subprocess.run([sys.executable, "-c", THEIRS, order], capture_output=True, text=True, timeout=240, check=False)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["['inside', 'around'] inside", "['invoke_agent solver', 'invoke_workflow app']"]

@@ -79,6 +79,39 @@ def test_what_cannot_be_kept_is_counted(app: Callable[..., str]) -> None:
     assert (json.loads(dropped), json.loads(faults)) == ({"process that ended without a word": 3}, {})
 
 
+GRANDCHILDREN = """
+def dies(n):
+    ask(n)
+    os._exit(0)
+
+def child(n):
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=how, args=(n + m,)) for m, how in enumerate([dies, ask, dies])]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(200)
+
+@rllm.workflow
+def app():
+    process = multiprocessing.get_context("fork").Process(target=child, args=(10,))
+    process.start()
+    process.join(200)
+    return process.exitcode
+
+if __name__ == "__main__":
+    rllm.configure(processes=True)
+    with rllm.collect() as episodes:
+        app()
+    print(11 in [int(call.messages[0]["content"]) for call in episodes[0].calls], json.dumps(rllm.stats()["dropped"]))
+"""
+
+
+def test_a_childs_children_are_counted_too(app: Callable[..., str]) -> None:
+    """Two of three that a child started die without a word: the process that keeps the record knows of both."""
+    assert app(GRANDCHILDREN) == 'True {"process that ended without a word": 2}\n'
+
+
 FORK = """
 @rllm.workflow
 def forks(how):
