@@ -28,7 +28,8 @@ class collect:
 
     Leaving waits for those that still run, at most ``timeout`` seconds; what is open then is delivered as it is (``timeout``,
     ``unsettled``). In an event loop use ``async with``: a plain ``with`` block cannot wait for workflows of the thread that it blocks, and
-    delivers them at once. Tokens are asked for. Episodes of nested workflows with ``new_episode=True`` are entries of their own.
+    delivers them at once. Tokens are asked for. Episodes of nested workflows with ``new_episode=True`` are entries of their own. With
+    ``configure(processes=True)`` so are those that processes and pools of ``multiprocessing`` run, once their results are there.
     """
 
     def __init__(self, *, timeout: float = _TIMEOUT) -> None:
