@@ -102,3 +102,9 @@ def test_the_run_folder_is_that_of_any_run(run: dict[str, Any]) -> None:
     assert "custom_sampler" in (run_dir / "verl.yaml").read_text()
     assert (Path(run["model"]) / "tokenizer.json").exists()
     assert (Path(run["model"]) / "config.json").exists()
+
+
+def test_the_cluster_was_looked_at_node_by_node(run: dict[str, Any]) -> None:
+    """Both nodes answered before the first step, and nothing that depends on the machine's size aside, none has a fault."""
+    assert run["nodes"] == [1, 1]
+    assert [sentence for sentence in run["findings"] if "free" not in sentence] == []

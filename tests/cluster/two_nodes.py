@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import ray
 from ray.cluster_utils import Cluster
 
@@ -20,6 +21,9 @@ from app import add_up, bills, close
 from cluster_apps import in_a_child, two_at_once
 
 from rllm_trainer import fit
+from rllm_trainer.cluster.layout import ClusterLayout
+from rllm_trainer.cluster.preflight import check_cluster
+from rllm_trainer.models import resolve_model
 
 APPS: dict[str, Any] = {"add_up": add_up, "two_at_once": two_at_once, "in_a_child": in_a_child}
 
@@ -34,6 +38,9 @@ def main(run_dir: str, settings: str, eval_rows: str = "0", app: str = "add_up")
         cluster.add_node(num_cpus=16, num_gpus=gpus, object_store_memory=200 * 2**20)
     ray.init(address=cluster.address, log_to_driver=False)
     try:
+        facts, wrong = check_cluster(
+            ray, msgspec.convert(given.get("cluster", {}), ClusterLayout), model=resolve_model("tiny-qwen2"), run_dir=Path(run_dir)
+        )
         held_out = bills(int(eval_rows), seed=99) if int(eval_rows) else None
         result = fit(
             APPS[app],
@@ -46,7 +53,16 @@ def main(run_dir: str, settings: str, eval_rows: str = "0", app: str = "add_up")
             **given,
         )
         assert ray.is_initialized(), "Ray of the caller's stays as it was"
-        print(json.dumps({"metrics": result.metrics, "model": str(result.model_path), "warnings": result.warnings}))
+        print(
+            json.dumps(
+                {
+                    "metrics": result.metrics,
+                    "model": str(result.model_path),
+                    "nodes": [fact.gpus for fact in facts],
+                    "findings": [finding.sentence for finding in wrong],
+                }
+            )
+        )
     finally:
         ray.shutdown()
         cluster.shutdown()
