@@ -28,6 +28,7 @@ from rllm_trace.attributes import HEADER_CONVERSATION
 from rllm_trace.clients._call import ClientCall, Destination
 from rllm_trace.clients._decode import UNREADABLE, Operation, Reply
 from rllm_trace.clients._direct import async_sender, sender
+from rllm_trace.clients._old_openai import HttpClient
 from rllm_trace.exceptions import CallRefusedError
 from rllm_trace.routing import current_route, kept_header, redirects
 
@@ -39,7 +40,8 @@ _PATHS: Final[tuple[tuple[str, Operation], ...]] = (
     ("/responses", "responses"),
 )
 _METHODS: Final = ("request", "_build_request", "_prepare_request", "_process_response", "_send_request")
-"""Old releases have no ``_send_request``; a redirected call then goes out with what the app put on its HTTP client."""
+"""Old releases have no ``_send_request``: see ``_old_openai``."""
+_HTTP: Final = "_client"
 _FOREIGN: Final = ("api-key", "x-api-key", "OpenAI-Organization", "OpenAI-Project", "Cookie")
 _ACCEPT_ENCODING: Final = "Accept-Encoding"
 """``identity`` where the app reads the answer itself: what was added is taken out of the bytes on their way."""
@@ -76,6 +78,8 @@ def install() -> bool:
             for name in _METHODS:
                 if hasattr(cls, name) and not _is_reachable(cls, name):
                     _wrap(cls, name, is_async=cls is openai.AsyncOpenAI)
+            if not hasattr(cls, "_send_request"):
+                setattr(cls, _HTTP, HttpClient(_is_redirected, _goes_out, is_async=cls is openai.AsyncOpenAI))
     return True
 
 
@@ -91,6 +95,8 @@ def uninstall() -> None:
     with _lock:
         _State.active = False
         for cls in _State.classes:
+            if isinstance(cls.__dict__.get(_HTTP), HttpClient):
+                delattr(cls, _HTTP)
             for name in _METHODS:
                 while (ours := _State.wrappers.get(id(cls.__dict__.get(name)))) is not None:
                     _, original, inherited = ours

@@ -68,6 +68,8 @@ class Plan:
         self.n = draw.choice((1, 1, 1, 3))
         self.failures = draw.randrange(1, 3) if self.fate == "retried" else 0
         self.sent = 0
+        self.told: Any = None
+        """What the processes said that made the calls of its workflow."""
         self.reply = Reply(
             choices=[self._choice(draw) for _ in range(self.n)],
             prompt_token_ids=[draw.randrange(50_000) for _ in range(draw.randrange(1, 40))],
@@ -120,6 +122,11 @@ def arguments(plan: Plan) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "user", "content": plan.key}], "n": plan.n, **({"stream": True} if stream else {})}
 
 
+def helpers(client: Any) -> Any:
+    """Where this release of openai has ``stream``."""
+    return client.chat.completions if hasattr(client.chat.completions, "stream") else client.beta.chat.completions
+
+
 def run_sync(client: openai.OpenAI, plan: Plan) -> None:
     create, asked = client.chat.completions.create, arguments(plan)
     if plan.shape == "create":
@@ -132,7 +139,7 @@ def run_sync(client: openai.OpenAI, plan: Plan) -> None:
         with client.chat.completions.with_streaming_response.create(**asked) as response:
             response.parse()
     elif plan.shape == "helper":
-        with client.chat.completions.stream(**asked) as stream:
+        with helpers(client).stream(**asked) as stream:
             list(stream)
     else:
         stream = create(**asked)
@@ -157,7 +164,7 @@ async def run_async(client: openai.AsyncOpenAI, plan: Plan) -> None:
         async with client.chat.completions.with_streaming_response.create(**asked) as response:
             await response.parse()
     elif plan.shape == "helper":
-        async with client.chat.completions.stream(**asked) as stream:
+        async with helpers(client).stream(**asked) as stream:
             async for _ in stream:
                 pass
     elif plan.shape == "timeout":
@@ -191,7 +198,7 @@ def clients() -> Iterator[Any]:
     def client(server: ScriptedServer) -> openai.OpenAI:
         if not hasattr(local, "client"):
             http = openai.DefaultHttpxClient(verify=False)
-            local.client = openai.OpenAI(base_url=server.base_url, api_key=server.api_key, http_client=http, timeout=30)
+            local.client = openai.OpenAI(base_url=server.base_url, api_key=server.api_key, http_client=http, timeout=120)
             opened.append(local.client)
         return local.client
 
@@ -211,12 +218,12 @@ def one_after_another(client: openai.OpenAI, plans: list[Plan]) -> None:
         gc.collect()
 
 
-def in_child(base_url: str, api_key: str, plans: list[Plan]) -> int:
-    """Makes the calls in a process of the pool; gives its id."""
+def in_child(base_url: str, api_key: str, plans: list[Plan]) -> tuple[int, Any]:
+    """Makes the calls in a process of the pool; gives its id, and what it has counted so far."""
     http = openai.DefaultHttpxClient(verify=False)
-    with openai.OpenAI(base_url=base_url, api_key=api_key, http_client=http, timeout=30) as client:
+    with openai.OpenAI(base_url=base_url, api_key=api_key, http_client=http, timeout=120) as client:
         one_after_another(client, plans)
-    return os.getpid()
+    return os.getpid(), rllm.stats()
 
 
 @pytest.fixture
@@ -233,7 +240,7 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 def run_workflow(server: ScriptedServer, client: Any, pool: ProcessPoolExecutor, kind: Kind, plans: list[Plan]) -> Episode:
     async def all_of_them() -> None:
         http = openai.DefaultAsyncHttpxClient(verify=False)
-        async with openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key, http_client=http, timeout=30) as shared:
+        async with openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key, http_client=http, timeout=120) as shared:
             results = await asyncio.gather(*(run_async(shared, plan) for plan in plans), return_exceptions=True)
         unexpected = [result for result in results if isinstance(result, Exception) and not is_expected(result)]
         assert unexpected == []
@@ -243,7 +250,8 @@ def run_workflow(server: ScriptedServer, client: Any, pool: ProcessPoolExecutor,
         if kind == "processes":
             half = len(plans) // 2
             parts = [pool.submit(in_child, server.base_url, server.api_key, part) for part in (plans[:half], plans[half:])]
-            assert os.getpid() not in [part.result(300) for part in parts]
+            plans[0].told = [part.result(300) for part in parts]
+            assert os.getpid() not in [pid for pid, _ in plans[0].told]
         elif kind == "loop":
             asyncio.run(all_of_them())
             if any(plan.shape == "drop" for plan in plans):
@@ -253,7 +261,7 @@ def run_workflow(server: ScriptedServer, client: Any, pool: ProcessPoolExecutor,
 
     with rollout() as handle:
         app()
-    (episode,) = handle.wait(30)
+    (episode,) = handle.wait(120)
     return episode
 
 
@@ -314,7 +322,7 @@ def one_round(seed: int, calls: int, clients: Any, pool: ProcessPoolExecutor) ->
     recorded: dict[str, ModelCall] = {}
     for (_, plans), episode in zip(schedule.workflows, episodes, strict=True):
         keys = [str(call.messages[0]["content"]) for call in episode.calls]
-        assert sorted(keys) == sorted(plan.key for plan in plans)
+        assert sorted(keys) == sorted(plan.key for plan in plans), (plans[0].told, rllm.stats())
         assert len({call.span_id for call in episode.calls}) == len(plans)
         recorded |= dict(zip(keys, episode.calls, strict=True))
     assert recorded.keys() == schedule.plans.keys()

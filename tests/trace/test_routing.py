@@ -23,6 +23,7 @@ from rllm_trace.types import Usage
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 CREATE: Any = {"model": "gpt-4o-mini", "messages": MESSAGES}
 TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+RELEASE = tuple(int(part) for part in openai.__version__.split(".")[:2])
 NOWHERE = "http://127.0.0.1:9/v1"
 
 
@@ -280,6 +281,7 @@ def test_embeddings_keep_their_endpoint(policy: ScriptedServer, recording: Any) 
     assert policy.log == []
 
 
+@pytest.mark.skipif(RELEASE < (1, 106), reason="this release of openai takes no function as a key")
 def test_a_request_made_by_a_hook_of_a_redirected_call_is_not_taken_for_it(policy: ScriptedServer, recording: Any) -> None:
     """A token provider that asks the app's own server while a call is under way sends its own request with its own key."""
     with ScriptedServer(api_key="own") as own:
@@ -367,7 +369,7 @@ def test_a_refusal_of_the_policy_is_the_apps_error(recording: Any) -> None:
 def test_sampling_of_the_run_overrides_the_apps_and_both_are_recorded(policy: ScriptedServer, recording: Any) -> None:
     """What was sent is the call's sampling; what the app asked for is beside it where it differs."""
     route = route_to(policy, sampling={"temperature": 1.0, "max_tokens": 64, "top_p": None})
-    options = {"temperature": 0, "max_completion_tokens": 4096, "top_p": 0.5, "stop": ["x"]}
+    options: Any = {"temperature": 0, "top_p": 0.5, "stop": ["x"], "extra_body": {"max_completion_tokens": 4096}}
     call = recording.call(lambda: foreign_client().chat.completions.create(**CREATE, **options), route=route)
     assert call.sampling == {"temperature": 1.0, "max_tokens": 64, "stop": ["x"]}
     assert call.requested_sampling == {"temperature": 0, "max_completion_tokens": 4096, "top_p": 0.5, "max_tokens": None}
