@@ -22,7 +22,7 @@ from rllm_trainer.types import Int32
 
 
 def processes(group: int) -> dict[int, str]:
-    """Pid and name of every process of a group."""
+    """Pid and name of every process of a group that still runs."""
     found: dict[int, str] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -31,7 +31,8 @@ def processes(group: int) -> dict[int, str]:
                 name = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
-            if int(state.rpartition(")")[2].split()[2]) == group:
+            fields = state.rpartition(")")[2].split()
+            if int(fields[2]) == group and fields[0] != "Z":
                 found[int(folder.name)] = name
     return found
 
