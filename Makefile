@@ -7,7 +7,7 @@ WORKERS ?= 2
 DEMO := examples/smolagents_stock
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-seeds demo-control demo-solver-judge demo-compaction test test-openai3 test-peers vllm test-vllm demo-vllm test-cluster test-faults test-all test-shard check format wheel clean
+.PHONY: help setup demo demo-seeds demo-control demo-solver-judge demo-compaction test test-openai3 test-versions test-peers vllm test-vllm demo-vllm test-cluster test-faults test-all test-shard check format wheel clean
 
 help:  ## Say what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -51,6 +51,9 @@ $(OPENAI3)/.done: pyproject.toml | setup
 
 test-openai3: $(OPENAI3)/.done  ## Run the client's tests on openai 3.x, in an environment of its own
 	@$(OPENAI3)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(CLIENT_TESTS)
+
+test-versions: setup  ## Run the SDK's tests on the oldest and newest openai, OpenTelemetry and Python (ROW=name: that one); see tools/versions.py
+	@$(BIN)/python tools/versions.py --workers $(WORKERS) $(ROW)
 
 PEERS := .venv-peers
 
@@ -103,4 +106,4 @@ wheel: setup  ## Build the wheel, through the source distribution, into dist/
 	@$(BIN)/python -m build --outdir dist .
 
 clean:  ## Remove .venv, builds and caches; runs/ stays
-	rm -rf $(VENV) $(VLLM) $(OPENAI3) $(PEERS) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(OPENAI3) $(PEERS) .venv-versions build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
