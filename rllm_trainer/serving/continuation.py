@@ -4,8 +4,9 @@ A chat template is free to print an earlier reply otherwise than it was sampled:
 again, with another tokenisation. What is continued here starts with the recorded ids, to the token. A request continues a recorded
 reply if its messages are those of the recorded request, then that reply as the client was given it, then anything: of the reply only
 what a client reads back counts (text and tool calls), space at its ends may be gone and a stop string that was cut be back, as
-frameworks have it, and text may follow where the reply did not end by itself. The new part is what the template prints after a mark
-that stands for the reply. Where the longest continuation cannot be used, the next shorter one is, and the cause is told.
+frameworks have it, and text may follow: on the reply's heels where it was cut, as a message of its own where it had ended by itself.
+The new part is what the template prints after a mark that stands for the reply. Where the longest continuation cannot be used, the
+next shorter one is, and the cause is told.
 """
 
 from __future__ import annotations
@@ -163,14 +164,17 @@ class Conversations:
         added, cause = _added(turn, messages[at])
         if added is None:
             return None, cause
+        end = turn.reply.end
+        more: list[dict[str, Any]] = []
+        if end is not None and added:
+            more, added = [{"role": "assistant", "content": added}], ""
         try:
-            text = render([*messages[:at], {"role": "assistant", "content": _MARK}, *messages[at + 1 :]])
+            text = render([*messages[:at], {"role": "assistant", "content": _MARK}, *more, *messages[at + 1 :]])
         except ValueError:
             return None, _TEMPLATE
         before, mark, new = text.partition(_MARK)
         if not mark or not before or _MARK in new:
             return None, _TEMPLATE
-        end = turn.reply.end
         if end is not None:
             if not new.startswith(end):
                 return None, _END
@@ -189,7 +193,7 @@ def _added(turn: _Turn, message: Mapping[str, Any]) -> tuple[str | None, str | N
     forms = (reply.text, given + reply.stop, given)
     if text.strip() in [form.strip() for form in forms]:
         return "", None
-    if reply.end is None and not message.get("tool_calls"):
+    if not message.get("tool_calls"):
         for form in forms[:2]:
             if form.strip() and text.lstrip().startswith(form.strip()):
                 after = text.lstrip()[len(form.strip()) :]

@@ -111,6 +111,12 @@ def test_what_was_put_behind_an_unfinished_reply_follows_it(chats: Conversations
         assert chats.prompt(asked("long", content, "go"), printed).ids == [1, 9, *map(ord, "o[end][user]go[end][assistant]")]
 
 
+def test_what_was_put_behind_an_ended_reply_is_a_message_of_its_own(chats: Conversations) -> None:
+    """A sampled end of turn stays where it is; what a framework adds is said after it, by the assistant."""
+    found = chats.prompt(asked("hi", " yes </code>", "go"), printed)
+    assert found.ids == [1, 2, 3, 4, 5, *map(ord, "[assistant]</code>[end][user]go[end][assistant]")]
+
+
 def test_tool_calls_are_compared_by_value(chats: Conversations) -> None:
     """Arguments that a client has serialised again are the same call; others are not."""
     call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": '{"a":1}'}}
