@@ -185,3 +185,21 @@ def test_the_checker_finds_a_miscredited_reply(app: ModuleType, tmp_path: Path) 
     assert check(judge_after=0.123).startswith("judge_after: written 0.123, found ")
     write([{**credit_lines[0], "score": 1.0 - credit_lines[0]["score"]}, *credit_lines[1:]])
     assert check().startswith("credit of solver ")
+
+
+@pytest.mark.timeout(600)
+def test_the_tiny_model_is_trained_through_the_whole_loop(app: ModuleType, tmp_path: Path) -> None:
+    """A step with a rule for each role, on real episodes: the checker finds every figure again and every reply's own reward."""
+    from check import Run, figures, miscredited
+
+    command = [sys.executable, FOLDER / "run.py", "--steps", "1", "--n-eval", "2", "--model", "tiny-qwen2", "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    run, written = Run(tmp_path / "seed-0"), json.loads((tmp_path / "result.json").read_text())
+    assert {name: value for name, value in figures(run).items() if not name.endswith("ci95")} == {
+        name: written[name] for name in ("n_eval", "solver_before", "solver_after", "judge_before", "judge_after")
+    }
+    assert miscredited(run) == []
+    assert {(line["role"], line["rule"]) for line in run.credit} == {("solver", "grpo"), ("judge", "reinforce_plus_plus")}
+    seeds = [[call.sampling["seed"] for call in episode.calls[:2]] for episode in run.episodes.values()]
+    assert all(first != second for first, second in seeds), "two solvers of one episode do not draw the same numbers"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,13 @@ from rllm_trainer.models import resolve_model
 from rllm_trainer.types import Batch, Row
 
 TOLERANCE = 1e-5
+ENTRIES: dict[str, dict[str, Any]] = {
+    "bypass_mode": {"rollout_correction": {"loss_type": "reinforce", "rollout_is": "token"}},
+    "clip_cov": {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.0},  # all that qualify: verl draws which ones otherwise
+    "dro": {"dro_beta": 0.1},
+    "kl_cov": {"kl_cov_ratio": 0.2},
+}
+"""verl's entries of each loss that has some."""
 
 
 def ids(seed: int, length: int) -> list[int]:
@@ -118,13 +127,13 @@ def test_cutting_a_trajectory_does_not_matter(fresh: Any, make_row: Any, rows: l
     assert_same(one, two)
 
 
-@pytest.mark.parametrize("name", sorted(name for name, loss in POLICY_LOSSES.items() if loss.refused is None))
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_every_policy_loss_is_invariant(fresh: Any, make_row: Any, rows: list[Row], name: str) -> None:
     """Every usable loss of verl: micro-batches and cuts change neither loss nor gradient."""
     loss = POLICY_LOSSES[name]
     given: dict[str, Any] = {"policy_loss": name, "loss_agg": loss.loss_agg or "token-mean"}
-    if loss.needs:
-        given["verl"] = {"actor": {"policy_loss": {"dro_beta": 0.1}}}
+    if name in ENTRIES:
+        given["verl"] = {"actor": {"policy_loss": ENTRIES[name]}}
     agg = given["loss_agg"]
     whole = make_row(ids(7, 30), [(5, 11, 1.5), (20, 30, 1.5)], episode="cut")
     first = make_row(ids(7, 30)[:11], [(5, 11, 1.5)], episode="cut", name="first")
@@ -255,3 +264,23 @@ def test_importance_weights_multiply_the_policy_term(fresh: Any, rows: list[Row]
 def _part(whole: Row, piece: Row) -> Any:
     old = whole.old_logprobs[: len(piece.sample.token_ids)]
     return np.where(piece.sample.trained_mask, old, np.nan).astype(np.float32)
+
+
+def test_a_model_that_cannot_share_computes_every_row_alone(process: Any, make_row: Any, tiny: Path, tmp_path: Path) -> None:
+    """A sliding window is no mask of ours: the same rows go through one by one, without a word from the user, and nothing is shared."""
+    windowed = tmp_path / "windowed"
+    shutil.copytree(tiny, windowed)
+    config = json.loads((windowed / "config.json").read_text())
+    config |= {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+    config["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
+    (windowed / "config.json").write_text(json.dumps(config))
+    prompt = ids(11, 30)
+    batch = batch_of([make_row([*prompt, *ids(20 + n, 8)], [(30, 38, 1.0 - 0.3 * n)], episode=f"e{n}") for n in range(4)])
+    process.restart(make_settings({"threads": 1}), model_path=windowed)
+    assert not process.shares_prefixes
+    found = process.gradient(batch)
+    assert process.update(batch, lr=0.0).tokens == 4 * 37
+    process.restart(make_settings({"threads": 1}), model_path=windowed, shared_prefix=False)
+    assert_same(found, process.gradient(batch))
+    process.restart(make_settings({"threads": 1}), model_path=tiny)
+    assert abs(process.gradient(batch)[0] - found[0]) > 1e-6, "the window matters"

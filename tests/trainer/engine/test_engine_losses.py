@@ -22,7 +22,12 @@ USABLE = sorted(POLICY_LOSSES)
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 UNCLIPPED = ("dro", "gpg", "kl_cov", "sapo")
 """Losses that look at no clip range; the settings refuse one with them."""
-ENTRIES: dict[str, dict[str, Any]] = {"dro": {"dro_beta": 0.1}, "bypass_mode": {"rollout_correction": {"loss_type": "reinforce"}}}
+ENTRIES: dict[str, dict[str, Any]] = {
+    "bypass_mode": {"rollout_correction": {"loss_type": "reinforce"}},
+    "clip_cov": {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.0},  # all that qualify: verl draws which ones otherwise
+    "dro": {"dro_beta": 0.1},
+}
+"""verl's entries of each loss that has some."""
 CASES = [(name, agg) for name in USABLE for agg in AGGREGATIONS if POLICY_LOSSES[name].loss_agg in (None, agg)]
 
 
