@@ -109,7 +109,7 @@ class AgentLoopManager:
         session.groups[uid] = GroupRows(group=group, samples=samples, seconds=seconds)
         version = min((rollout.policy_version for rollout in group.rollouts), default=session.version)
         rows = group_rows(group, samples, version=version, pad=0)
-        fields, tags = zip(*[(_fields(row, uid, step), _tag(row, uid, step)) for row in rows], strict=True)
+        fields, tags = zip(*[(_fields(row, uid, step), _tag(row, uid, step, group.task_id)) for row in rows], strict=True)
         self._await(
             tq.async_kv_batch_put(
                 keys=[f"{uid}_{row.session}_{row.index}" for row in rows],
@@ -179,10 +179,11 @@ def _fields(row: QueueRow, uid: str, step: int) -> dict[str, Any]:
     }
 
 
-def _tag(row: QueueRow, uid: str, step: int) -> dict[str, Any]:
+def _tag(row: QueueRow, uid: str, step: int, task_id: str) -> dict[str, Any]:
     return {
         "status": "success",
         "uid": uid,
+        "task": task_id,
         "sample": row.sample_id,
         "prompt_len": row.prompt_len,
         "response_len": len(row.mask),

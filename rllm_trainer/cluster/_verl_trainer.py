@@ -293,12 +293,13 @@ class _OurSteps:
         return sorted(found.values(), key=lambda one: one.group.task_id)
 
     def _on_file(self, tag: Mapping[str, Any]) -> GroupRows:
-        rollouts = read_rollouts(self.session.run_dir, steps=[int(tag["global_steps"])]).get(int(tag["global_steps"]), [])
-        episode = str(tag["sample"]).partition(":")[0]
-        task = next((rollout.task_id for rollout in rollouts if rollout.episode is not None and rollout.episode.id == episode), None)
-        if task is None:
-            raise EngineError(f"verl's queue was restored with rows of episode {episode}, and {self.session.run_dir} has no such rollout")
-        group = Group(task_id=task, rollouts=sorted((r for r in rollouts if r.task_id == task), key=lambda one: one.index))
+        step, task = int(tag["global_steps"]), str(tag["task"])
+        found = read_rollouts(self.session.run_dir, steps=[step]).get(step, [])
+        group = Group(task_id=task, rollouts=sorted((one for one in found if one.task_id == task), key=lambda one: one.index))
+        if not group.rollouts:
+            raise EngineError(
+                f"verl's queue was restored with rows of task {task}, and {self.session.run_dir} has no such rollouts of step {step}"
+            )
         samples = make_samples(group.rollouts, settings=self.session.settings, vocab_size=self.session.vocab_size)
         return GroupRows(group=group, samples=samples, seconds=0.0)
 
