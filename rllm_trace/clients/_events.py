@@ -31,6 +31,9 @@ _ADDED: Final = re.compile(
     re.DOTALL,
 ).search
 _NO_LOGPROBS: Final = b'"logprobs":null'
+_LOGPROBS_KEY: Final = b'"logprobs"'
+_FINISH_KEY: Final = b"finish_reason"
+_USAGE: Final = b'"usage":{'
 _IDS_KEY: Final = b"token_ids"
 _MAX_LATER: Final = 128
 """Chunks that are kept to be read later."""
@@ -109,16 +112,24 @@ class EventReader:
             return None
         found = _ADDED(chunk)
         if found is None:
-            return None
+            return chunk if self._is_bare(chunk) else None
         start, end = found.span()
         tail = chunk[end:]
         if tail != self._tail:
-            if tail.find(b"\n\n") != len(tail) - 2 or _IDS_KEY in tail or VERSION_MARK in tail or b'"usage":{' in tail:
+            if tail.find(b"\n\n") != len(tail) - 2 or _IDS_KEY in tail or VERSION_MARK in tail or _USAGE in tail:
                 return None
             self._tail = tail
         if chunk.find(b"\n", 0, start) >= 0 or chunk.find(_IDS_KEY, 0, start) >= 0:
             return None
         return chunk[:start] + _NO_LOGPROBS + found[1] + tail
+
+    def _is_bare(self, chunk: bytes) -> bool:
+        """One event that has nothing which could be taken out, and says of nothing that it is over: the server gives no ids."""
+        if chunk.rfind(_UNFINISHED, _NEAR_END) < 0 or chunk.find(b"\n") != len(chunk) - 2 or chunk[-1:] != b"\n":
+            return False
+        if chunk.count(_FINISH_KEY) != 1 or _IDS_KEY in chunk or VERSION_MARK in chunk or _USAGE in chunk:
+            return False
+        return chunk.count(_LOGPROBS_KEY) == chunk.count(_NO_LOGPROBS)
 
     def _catch_up(self) -> None:
         if not self._later:

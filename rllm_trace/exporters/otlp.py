@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rllm_trace import attributes as names
 from rllm_trace._guard import counters
 from rllm_trace.exceptions import ConfigurationError
+from rllm_trace.exporters._otlp_encode import request_bytes
 from rllm_trace.exporters._otlp_http import HTTPTransport
 from rllm_trace.exporters._otlp_outcome import Transport
 from rllm_trace.exporters._otlp_settings import OTLPSettings, otlp_settings
@@ -154,7 +155,8 @@ def _encoder() -> Callable[[Sequence[ReadableSpan]], bytes]:
         raise ConfigurationError(f"OTLP {_INSTALL.format(error)}") from error
 
     def encode(spans: Sequence[ReadableSpan]) -> bytes:
-        return encode_spans(spans).SerializeToString()
+        quickly = request_bytes(spans)
+        return encode_spans(spans).SerializeToString() if quickly is None else quickly
 
     return encode
 

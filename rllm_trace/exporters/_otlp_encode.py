@@ -1,0 +1,161 @@
+"""Finished spans in, the bytes of one OTLP request out: what OpenTelemetry's encoder would write, for a quarter of its time.
+
+OpenTelemetry's makes an object of every value first; a chat span has forty. Spans that say something this does not write (events, trace
+state, attributes of a link or a scope, values of an unusual type) are None, and their batch is left to OpenTelemetry's encoder.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+__all__ = ["request_bytes"]
+
+_MAX_KEYS: Final = 4_096
+_HAS_REMOTE: Final = 0x100
+_IS_REMOTE: Final = 0x200
+_fixed64: Final = struct.Struct("<Q").pack
+_fixed32: Final = struct.Struct("<I").pack
+_double: Final = struct.Struct("<d").pack
+_keys: Final[dict[str, bytes]] = {}
+
+
+class _UnusualError(Exception):
+    """Something that only the general encoder writes."""
+
+
+def request_bytes(spans: Sequence[ReadableSpan]) -> bytes | None:
+    """The serialized ``ExportTraceServiceRequest``; None where a span says something that this does not write."""
+    groups: dict[Any, dict[Any, list[bytes]]] = {}
+    try:
+        for span in spans:
+            groups.setdefault(span.resource, {}).setdefault(span.instrumentation_scope, []).append(_field(b"\x12", _span(span)))
+        return b"".join(
+            _field(
+                b"\x0a",
+                _field(b"\x0a", _attributes(b"\x0a", resource.attributes))
+                + b"".join(_field(b"\x12", _scope(scope) + b"".join(told)) for scope, told in scopes.items())
+                + _text(b"\x1a", resource.schema_url),
+            )
+            for resource, scopes in groups.items()
+        )
+    except (_UnusualError, UnicodeEncodeError, AttributeError, TypeError, OverflowError, struct.error):
+        return None
+
+
+def _varint(value: int) -> bytes:
+    if value < 0x80:
+        return bytes((value,))
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
+def _field(tag: bytes, data: bytes) -> bytes:
+    return tag + _varint(len(data)) + data
+
+
+def _text(tag: bytes, text: str | None) -> bytes:
+    return _field(tag, text.encode()) if text else b""
+
+
+def _scope(scope: Any) -> bytes:
+    if scope is None:
+        return b""
+    if scope.attributes or scope.schema_url:
+        raise _UnusualError
+    return _field(b"\x0a", _text(b"\x0a", scope.name) + _text(b"\x12", scope.version))
+
+
+def _span(span: ReadableSpan) -> bytes:
+    context, parent = span.get_span_context(), span.parent
+    if context is None or context.trace_state or span.events or span.dropped_attributes or span.dropped_links or span.dropped_events:
+        raise _UnusualError
+    if span.start_time is None or span.end_time is None:
+        raise _UnusualError
+    pieces = [
+        b"\x0a\x10",
+        context.trace_id.to_bytes(16, "big"),
+        b"\x12\x08",
+        context.span_id.to_bytes(8, "big"),
+        b"" if parent is None else b"\x22\x08" + parent.span_id.to_bytes(8, "big"),
+        _text(b"\x2a", span.name),
+        b"\x30" + bytes((span.kind.value + 1,)),
+        b"\x39" + _fixed64(span.start_time),
+        b"\x41" + _fixed64(span.end_time),
+        _attributes(b"\x4a", span.attributes),
+        *(_field(b"\x6a", _link(link)) for link in span.links),
+        _field(b"\x7a", _status(span.status)),
+        b"\x85\x01" + _fixed32(_flags(parent)),
+    ]
+    return b"".join(pieces)
+
+
+def _flags(parent: Any) -> int:
+    return _HAS_REMOTE | (_IS_REMOTE if parent is not None and parent.is_remote else 0)
+
+
+def _link(link: Any) -> bytes:
+    context = link.context
+    if link.attributes or context.trace_state:
+        raise _UnusualError
+    ids = b"\x0a\x10" + context.trace_id.to_bytes(16, "big") + b"\x12\x08" + context.span_id.to_bytes(8, "big")
+    return ids + b"\x35" + _fixed32(_flags(context))
+
+
+def _status(status: Any) -> bytes:
+    code = status.status_code.value
+    return _text(b"\x12", status.description) + (b"\x18" + bytes((code,)) if code else b"")
+
+
+def _attributes(tag: bytes, attributes: Mapping[str, Any] | None) -> bytes:
+    pieces: list[bytes] = []
+    for key, value in (attributes or {}).items():
+        known = _keys.get(key)
+        if known is None:
+            known = _text(b"\x0a", key)
+            if len(_keys) < _MAX_KEYS:
+                _keys[key] = known
+        data = _value(value)
+        pieces.append(tag + _varint(len(known) + len(data) + _sized(data)) + known + b"\x12" + _varint(len(data)) + data)
+    return b"".join(pieces)
+
+
+def _sized(data: bytes) -> int:
+    """Bytes of the tag and the length before ``data``."""
+    return 1 + max(1, -(-len(data).bit_length() // 7))
+
+
+def _value(value: Any) -> bytes:
+    kind: type[Any] = type(value)
+    write = _WRITERS.get(kind)
+    if write is None:
+        raise _UnusualError
+    return write(value)
+
+
+def _integer(value: int) -> bytes:
+    if not -(2**63) <= value < 2**63:
+        raise _UnusualError
+    return b"\x18" + _varint(value & 0xFFFF_FFFF_FFFF_FFFF)
+
+
+def _sequence(values: Sequence[Any]) -> bytes:
+    return _field(b"\x2a", b"".join(_field(b"\x0a", _value(value)) for value in values))
+
+
+_WRITERS: Final[dict[type, Callable[[Any], bytes]]] = {
+    str: lambda value: _field(b"\x0a", value.encode()),
+    bool: lambda value: b"\x10\x01" if value else b"\x10\x00",
+    int: _integer,
+    float: lambda value: b"\x21" + _double(value),
+    list: _sequence,
+    tuple: _sequence,
+}
