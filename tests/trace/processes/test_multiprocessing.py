@@ -262,3 +262,33 @@ def test_call_sites_of_a_rollout_are_counted_wherever_its_calls_are_made(app: Ca
     sites, calls = app(SITES).splitlines()
     assert json.loads(sites) == [["m", "policy", True, 2, {"0.5": 2}], ["m", "own", False, 1, {"null": 1}]]
     assert json.loads(calls) == [["m", "own"], ["policy", "policy"], ["policy", "policy"]]
+
+
+CONCURRENT = """
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+
+@rllm.workflow
+def app(pool, n):
+    with rllm.agent("solver"):
+        first = pool.submit(ask, n)
+    with rllm.agent("solver"):
+        second = pool.submit(ask, n + 200)
+    return [first.result(200), second.result(200)]
+
+if __name__ == "__main__":
+    rllm.configure(processes=True)
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
+        list(pool.map(abs, range(2)))  # the workers are forked while there is one thread
+        with rllm.collect() as episodes, ThreadPoolExecutor(64) as threads:
+            list(threads.map(lambda n: app(pool, n), range(100, 164)))
+    show(sorted(episodes, key=lambda e: e.output))
+    print(all(len(t.calls) == 1 for e in episodes for t in e.trajectories))
+    print(rllm.stats()["dropped"], rllm.stats()["faults"], rllm.stats()["late"])
+"""
+
+
+def test_64_concurrent_workflows_through_one_pool(app: Callable[..., str]) -> None:
+    """Two agents of one name in each, their calls made by the same two workers: every call is in its own record, under its own agent."""
+    shown, apart, counted = app(CONCURRENT).splitlines()
+    assert json.loads(shown) == [[[n, n + 200], [n, n + 200], "completed"] for n in range(100, 164)]
+    assert (apart, counted) == ("True", "{} {} {}")
