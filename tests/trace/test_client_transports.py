@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
 
+from rllm_trace.routing import Route
 from rllm_trace.testing import Reply, ReplyChoice, ScriptedServer
 
 STREAM: Any = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -155,3 +157,51 @@ def test_a_whole_reply_to_a_streamed_call_is_read_as_one(recording: Any) -> None
         b'{"id":"c","model":"m","choices":[{"index":0,"message":{"content":"hello"},"finish_reason":"stop","logprobs":null}]}'
     )
     assert (call.choices[0].token_ids, call.choices[0].logprobs, call.complete, call.exact) == ([11, 2], [-0.5, -0.25], True, True)
+
+
+ASKED: Any = {"model": "m", "messages": STREAM["messages"]}
+
+
+def with_aiohttp(server: ScriptedServer, *, stream: bool) -> Any:
+    async def go() -> Any:
+        async with openai.AsyncOpenAI(
+            base_url=server.base_url, api_key=server.api_key, http_client=openai.DefaultAioHttpClient(), max_retries=0
+        ) as client:
+            if not stream:
+                return (await client.chat.completions.create(**ASKED)).model_dump()
+            chunks = await client.chat.completions.create(**STREAM)
+            return [chunk.model_dump() async for chunk in chunks]
+
+    return asyncio.run(go())
+
+
+needs_aiohttp = pytest.mark.skipif(
+    not hasattr(openai, "DefaultAioHttpClient") or importlib.util.find_spec("aiohttp") is None,
+    reason="openai[aiohttp] is not installed, or this release has none",
+)
+
+
+@needs_aiohttp
+@pytest.mark.parametrize("redirected", [False, True], ids=["own", "policy"])
+@pytest.mark.parametrize("stream", [False, True], ids=["create", "stream"])
+def test_a_client_over_aiohttp_is_recorded_like_any_other(stream: bool, redirected: bool, recording: Any) -> None:
+    """Over aiohttp instead of httpx's own connections: the same record, and the app sees what it would see without us."""
+    with ScriptedServer([REPLY]) as server:
+        bare = with_aiohttp(server, stream=stream)
+    with ScriptedServer([REPLY]) as server, ScriptedServer([REPLY]) as own:
+        route = Route(base_url=server.base_url, api_key=server.api_key, model="m") if redirected else None
+        call = recording.call(lambda: with_aiohttp(own if redirected else server, stream=stream), route=route)
+        assert len(server.log) == 1
+    assert recording.error is None
+    assert recording.value == bare
+    assert (call.choices[0].token_ids, call.choices[0].logprobs, call.choices[0].text) == ([11, 12, 2], [-0.5, -1.0, -0.25], "hello")
+    assert (call.complete, call.exact, call.attempts, call.endpoint) == (True, True, 1, "policy" if redirected else "own")
+
+
+@needs_aiohttp
+def test_a_lost_connection_over_aiohttp_is_a_failed_call(recording: Any) -> None:
+    """The app gets the client's own error."""
+    with ScriptedServer([Reply(disconnect_after=0)]) as server:
+        call = recording.call(lambda: with_aiohttp(server, stream=False))
+    assert isinstance(recording.error, openai.APIConnectionError)
+    assert (call.error.type, call.trainable) == (f"openai.{type(recording.error).__name__}", False)
