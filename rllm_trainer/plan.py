@@ -215,6 +215,8 @@ def _check_rows(tasks: FixedTasks | StreamedTasks, eval_tasks: list[Task], binde
 
 
 def _steps(tasks: FixedTasks | StreamedTasks, settings: Settings, given: Mapping[str, Any]) -> int | None:
+    if isinstance(tasks, StreamedTasks) and given.get("shuffle"):
+        raise SettingError("shuffle=True would have no effect: the rows come from an iterable, and are taken as they come; give a list")
     if settings.steps is not None:
         return settings.steps
     if isinstance(tasks, FixedTasks):
@@ -223,8 +225,6 @@ def _steps(tasks: FixedTasks | StreamedTasks, settings: Settings, given: Mapping
     else:
         if "epochs" in given:
             raise SettingError("epochs cannot be counted over an iterable, which is drawn once; give steps, or a list")
-        if given.get("shuffle"):
-            raise SettingError("shuffle=True would have no effect: the rows come from an iterable, and are taken as they come; give a list")
         steps = None
     require_steps(settings, steps)
     return steps
