@@ -262,7 +262,7 @@ class _OurSteps:
         counters = reduce(add, (found.counters for one in self._groups for found in one.samples.values()), Counters())
         self.counters += counters
         line = rollout_measures(groups, seconds) | sample_measures(counters, seconds)
-        line |= {name: float(value) for name, value in metrics.items() if np.isscalar(value) and not isinstance(value, str)}
+        line |= {name: float(value) for name, value in metrics.items() if hasattr(value, "__float__")}
         line |= {f"timing_s/{name}": float(value) for name, value in timing_raw.items()}
         line |= self._evaluate(global_steps)
         line |= {"seconds": time.monotonic() - self._began, "version": float(session.version)}
