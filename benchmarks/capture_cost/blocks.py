@@ -134,7 +134,7 @@ class _Bench:
         self._switch.turn(on=recorded)
         app = self._wrapped if recorded else self._row.app
         if self._row.app is run_async:
-            return asyncio.run(self._async_block(app, runs, recorded, asks))
+            return asyncio.run(self._async_block(app, -(-runs // CONCURRENT) * CONCURRENT, recorded, asks))
         with openai.OpenAI(base_url=self._base_url, api_key="benchmark", max_retries=0) as client:
             self._check(app(client, self._prompts[:1], asks), asks)
             with self._recording(recorded, runs) as clock:

@@ -142,10 +142,11 @@ class BatchSink:
             batch = self._next()
             if batch is None:
                 return
-            sent = self._export(batch)
+            taken, sent = len(batch), self._export(batch)
+            batch = None  # a waiting exporter keeps no span alive
             with self._changed:
-                self._settled += len(batch)
-                self._lost += len(batch) - sent
+                self._settled += taken
+                self._lost += taken - sent
                 self._changed.notify_all()
 
     def _next(self) -> list[Span] | None:
