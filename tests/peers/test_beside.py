@@ -24,8 +24,9 @@ PEER = os.environ.get("RLLM_TEST_PEER", "")
 APP = Path(__file__).with_name("app_beside.py")
 _VARYING = re.compile(r"(^|[._])(id|started|ended|trace_id|span_id|parent_id|target|time_to_first_token)$")
 """Fields of ours that no two runs have in common: ids and times."""
-_OWN_RUN = re.compile(r"time|duration|cycle_id|stacktrace|fingerprint", re.IGNORECASE)
-"""Attributes of theirs that no two runs have in common: times, ids that are made anew, and stacks, which show who was called through."""
+_OWN_RUN = re.compile(r"time|duration|cycle_id|stacktrace|fingerprint|code\.(function|lineno)", re.IGNORECASE)
+"""Attributes of theirs that no two runs have in common: times, ids that are made anew, stacks, which show who was called through, and the
+line that ran when a stream that was left was finalized."""
 
 
 def answer(exchange: Exchange) -> Reply:
