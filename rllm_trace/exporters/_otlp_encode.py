@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -134,8 +134,7 @@ def _sized(data: bytes) -> int:
 
 
 def _value(value: Any) -> bytes:
-    kind: type[Any] = type(value)
-    write = _WRITERS.get(kind)
+    write = _WRITERS.get(cast("type[Any]", type(value)))
     if write is None:
         raise _UnusualError
     return write(value)
