@@ -5,7 +5,7 @@ Both are untyped in the places that matter here; what crosses from here into the
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch as _torch
 import torch.distributed.tensor as _dtensor
@@ -31,7 +31,7 @@ distribute_tensor: Any = _dtensor.distribute_tensor
 
 core_algos: Any = _core_algos
 rollout_corr_helper: Any = _correction
-sft_loss: Any = _losses.sft_loss
+sft_loss: Any = cast("Any", _losses).sft_loss
 tensordict_utils: Any = _tensordict_utils
 torch_functional: Any = _functional
 convert_weight_keys: Any = _model.convert_weight_keys

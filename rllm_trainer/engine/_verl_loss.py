@@ -78,8 +78,11 @@ class TokenLoss:
             now: (N) logprobs under the weights as they are.
             wanted: (S) N of them.
         """
+
+        def take(values: Any) -> Any:
+            return torch.from_numpy(values[wanted])
+
         log_probs = torch.from_numpy(now).requires_grad_()
-        take = lambda values: torch.from_numpy(values[wanted])  # noqa: E731
         lay = _Lines(take(columns.sequences))
         mask = lay(torch.ones_like(log_probs.detach()))
         shares = None if columns.is_weights is None else take(columns.is_weights)

@@ -19,6 +19,7 @@ import numpy as np
 
 from rllm_trainer.engine import _verl_estimators, _verl_state
 from rllm_trainer.engine._verl_api import torch
+from rllm_trainer.engine._verl_loss import TokenLoss
 from rllm_trainer.engine._verl_rows import FlatRows
 from rllm_trainer.engine._verl_setup import make_loss, make_worker
 from rllm_trainer.engine._verl_worker import DEVICE_VARIABLE
@@ -205,7 +206,8 @@ class VerlTrainer:
         settings = {"denominator": float(payload["denominator"]), "calculate_entropy": self._loss.entropy}
         whole: tuple[float, dict[str, float]] | None = None
         if self._loss.kind.whole_batch and wanted.any():
-            fields["coefficients"], *whole = self._over_batch(rows, columns, wanted, float(payload["denominator"]))
+            fields["coefficients"], value, averages = self._over_batch(rows, columns, wanted, float(payload["denominator"]))
+            whole = (value, averages)
         differences: list[Any] = [np.zeros(0, np.float32)]
         tokens = 0
         self._loss.clear()
@@ -238,6 +240,7 @@ class VerlTrainer:
             torch.distributed.all_reduce(whole)
             mine = whole.numpy()
         found = np.zeros(len(wanted), np.float32)
+        assert isinstance(self._loss, TokenLoss), "only policy losses are taken over a whole batch"
         found[wanted], loss, metrics = self._loss.over_batch(mine[wanted], columns, wanted, denominator=denominator)
         return found, loss, metrics
 
