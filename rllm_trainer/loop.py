@@ -178,13 +178,14 @@ class Loop:
 
     def _require_sound(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Stops where too much was lost; a server that is gone is the better reason."""
-        share = excluded_share(rollouts)
+        faults = self._parts.settings.faults
+        share = excluded_share(rollouts, faults=faults)
         if share <= WARN_EXCLUDED:
             return
         if self._parts.server is not None:
             self._parts.server.prompt_logprobs([_LIVENESS])
-        require_sound(rollouts)
-        self._parts.report.warn(f"{share:.0%} of step {step}'s rollouts were lost to faults that are not the policy's")
+        require_sound(rollouts, faults=faults)
+        self._parts.report.warn(f"{share:.0%} of step {step}'s rollouts were lost to faults that are not trained")
 
     def _look(self, collected: Collected, samples: dict[str, SampleSet]) -> None:
         """Once, before the first update: where calls went, and whether they can carry a gradient."""

@@ -86,18 +86,20 @@ def require_replaced_names(replaces: Iterable[str] | None, sites: Sequence[CallS
         )
 
 
-def excluded_share(rollouts: Sequence[Rollout]) -> float:
-    """Share of the rollouts that leave the gradient because of a fault that is not the policy's."""
-    return sum(leaves_gradient(r.fault) for r in rollouts) / len(rollouts) if rollouts else 0.0
+def excluded_share(rollouts: Sequence[Rollout], *, faults: Mapping[Any, str] | None = None) -> float:
+    """Share of the rollouts that leave the gradient because of their fault; ``faults``: the setting's overrides of which do."""
+    return sum(leaves_gradient(r.fault, faults) for r in rollouts) / len(rollouts) if rollouts else 0.0
 
 
-def require_sound(rollouts: Sequence[Rollout]) -> None:
-    """Raises ``TooManyFaults`` where more than half of a batch is lost to faults that are not the policy's."""
-    share = excluded_share(rollouts)
+def require_sound(rollouts: Sequence[Rollout], *, faults: Mapping[Any, str] | None = None) -> None:
+    """Raises ``TooManyFaults`` where more than half of a batch is lost to faults that are not trained."""
+    share = excluded_share(rollouts, faults=faults)
     if share > STOP_EXCLUDED:
-        reasons = Counter(r.reason or r.fault or "" for r in rollouts if leaves_gradient(r.fault))
+        lost = [r for r in rollouts if leaves_gradient(r.fault, faults)]
+        reasons = Counter(r.reason or r.fault or "" for r in lost)
+        whose = "are not trained" if any(r.fault == "policy" for r in lost) else "are not the policy's"
         raise TooManyFaults(
-            f"{share:.0%} of {len(rollouts)} rollouts were lost to faults that are not the policy's; at most {STOP_EXCLUDED:.0%} may be: "
+            f"{share:.0%} of {len(rollouts)} rollouts were lost to faults that {whose}; at most {STOP_EXCLUDED:.0%} may be: "
             f"{_most(reasons)}; mend what they name, then run again (with resume=True to go on from the last checkpoint)"
         )
 

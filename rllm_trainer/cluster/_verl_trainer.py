@@ -210,9 +210,11 @@ class _OurSteps:
         self._groups = self._collected(batch)
         groups = [one.group for one in self._groups]
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        if excluded_share(rollouts) > WARN_EXCLUDED:
-            require_sound(rollouts)
-            session.events.warn(f"{excluded_share(rollouts):.0%} of step {step}'s rollouts were lost to faults that are not the policy's")
+        faults = session.settings.faults
+        share = excluded_share(rollouts, faults=faults)
+        if share > WARN_EXCLUDED:
+            require_sound(rollouts, faults=faults)
+            session.events.warn(f"{share:.0%} of step {step}'s rollouts were lost to faults that are not trained")
         samples = {episode: found for one in self._groups for episode, found in one.samples.items()}
         self._look(groups, samples)
         ids = {sample.id: sample for found in samples.values() for sample in found.samples}

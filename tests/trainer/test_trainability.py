@@ -78,6 +78,18 @@ def test_more_than_half_lost_stops_the_run():
     require_sound([rollout(fault="policy")] * 5)
 
 
+def test_what_is_lost_follows_the_overrides():
+    """Faults that a run trains are not lost, and those of the policy that it leaves are."""
+    app, policy = rollout(fault="app", reason="it raised KeyError"), rollout(fault="policy", reason="the context ran over")
+    assert excluded_share([app, policy], faults={"app": "train"}) == 0
+    require_sound([app] * 3, faults={"app": "train"})
+    assert excluded_share([app, policy, rollout(), rollout()], faults={"app": "train", "policy": "leave"}) == 0.25
+    with pytest.raises(
+        TooManyFaults, match=r"100% of 3 rollouts were lost to faults that are not trained; .*the context ran over \(3 times\)"
+    ):
+        require_sound([policy] * 3, faults={"policy": "leave"})
+
+
 def test_no_call_at_all():
     """A batch without any call says what an app must do to be trained."""
     episode = make_episode()
