@@ -8,9 +8,11 @@ import pytest
 
 from rllm_trainer import fit, processes
 from rllm_trainer.config import make_settings
+from rllm_trainer.credit_log import read_credit
 from rllm_trainer.engine.policy_losses import POLICY_LOSSES
 from rllm_trainer.exceptions import CheckpointError
 from rllm_trainer.models import resolve_model
+from rllm_trainer.rollout.record import read_rollouts
 
 ROWS = [{"word": f"say {i}"} for i in range(8)]
 GIVEN = {"model": "tiny-qwen2", "lr": 1e-3, "batch_tasks": 2, "group_size": 4, "threads": 1, "progress": False, "steps": 2, "seed": 1}
@@ -115,6 +117,26 @@ def test_an_adapter_with_kl(on_started, tmp_path):
 def test_entropy_and_two_epochs(on_started, tmp_path):
     """An entropy bonus and a second pass over the batch are both taken."""
     assert all(line["actor/entropy"] > 0 for line in steps_of(tmp_path, entropy_coef=0.01, ppo_epochs=2))
+
+
+def test_rows_are_drawn_in_place_of_groups_without_signal(on_started, tmp_path):
+    """Rows whose rollouts are all worth the same are not trained; further ones are drawn for them, on file under the same step."""
+    spread = {f"say {i}" for i in range(4)}
+
+    def some(output, word):
+        return lowercase(output) if word in spread else 1.0
+
+    given = GIVEN | {"steps": 1, "batch_tasks": 6, "refill": 2}
+    result = fit(app, ROWS, reward=some, output_dir=tmp_path / "run", **given)
+    (line,) = [line for line in result.metrics if "loss" in line]
+    made = read_rollouts(tmp_path / "run")[1]
+    words = {r.task_id: r.row["word"] for r in made}
+    assert sorted(words.values()) == sorted(row["word"] for row in ROWS)
+    assert (line["groups"], line["rollouts"], line["credit/groups"]) == (8, 32, 4)
+    assert {words[told.task_id] for told in read_credit(tmp_path / "run")} == spread
+    assert 0 < line["tokens/trained"] < line["tokens/sampled"]
+    assert line["grad_norm"] > 0
+    assert result.trainability.lost_tokens == {"group without signal": line["tokens/sampled"] - line["tokens/trained"]}
 
 
 def test_what_may_change_when_a_run_is_continued(on_started, tmp_path):
