@@ -27,8 +27,8 @@ PATIENCE: Final = 1.0
 """The same once that has failed: home is gone, most likely."""
 _MAX_RECORD: Final = 12_000_000
 """Characters; an exporter takes less than 16 MB a span."""
-_SEND: Final = 10.0
-"""Seconds for one request, with its retries."""
+_SEND: Final = FLUSH
+"""Seconds for one request, with its retries: as long as a process waits for it, so that a busy machine loses nothing."""
 _DELAY: Final = 0.05
 
 
@@ -54,6 +54,13 @@ class Link:
         self.patience = FLUSH
         """How long it may take before a result is given."""
         self._sink: Any = None
+        self._told = _lost()
+
+    def newly_lost(self) -> int:
+        """Spans lost here since this was last asked."""
+        with self._lock:
+            told, self._told = self._told, _lost()
+            return self._told - told
 
     def put(self, span: Span) -> None:
         """Takes a span that has ended; never blocks on the network."""
@@ -146,11 +153,15 @@ def send_receipt(receipt: str | None, trace_id: str, episode_id: str) -> None:
     if receipt is None or recorder.home is None:
         return
     with guard("receipt"):
-        lost = counters.get("dropped", "span") + counters.get("failed", "span")
+        lost = recorder.home.newly_lost()
         home: Any = sys.modules.get("rllm_trace._home")  # where it was never loaded, nothing was handed on
         ended: list[str] = [] if home is None else home.ended_here()
         facts: dict[str, Any] = {A.RECEIPT: receipt, A.RECEIPT_LOST: lost, **({A.RECEIPT_ENDED: " ".join(ended)} if ended else {})}
         recorder.home.put(_word(A.SPAN_RECEIPT, receipt, facts, trace_id=trace_id, episode_id=episode_id))
+
+
+def _lost() -> int:
+    return counters.get("dropped", "span") + counters.get("failed", "span")
 
 
 def flush_home(timeout: float) -> bool:
