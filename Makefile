@@ -46,7 +46,7 @@ CLIENT_TESTS := $(wildcard tests/trace/test_client_*.py) tests/trace/test_routin
 
 $(OPENAI3)/.done: pyproject.toml | setup
 	@$(BIN)/python -m uv venv --quiet --clear --seed --python $(BIN)/python $(OPENAI3)
-	@$(OPENAI3)/bin/python tools/install_all.py . "openai>=3,<4" pytest pytest-timeout pytest-xdist hypothesis
+	@$(OPENAI3)/bin/python tools/install_all.py . "openai[aiohttp]>=3,<4" pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
 test-openai3: $(OPENAI3)/.done  ## Run the client's tests on openai 3.x, in an environment of its own
