@@ -24,7 +24,7 @@ def test_every_make_target_that_is_named_exists() -> None:
 def test_every_path_that_is_named_exists() -> None:
     """No document links to, or names in code, an example or tool that is not there."""
     for path in [ROOT / "README.md", *ROOT.glob("examples/*/README.md")]:
-        for name in re.findall(r"\b(?:examples|tools)/[\w/.-]*\w", path.read_text()):
+        for name in re.findall(r"(?<![\w/])(?:examples|tools)/[\w/.-]*\w", path.read_text()):
             assert (ROOT / name).exists(), f"{path.name} names {name}"
 
 
