@@ -15,6 +15,7 @@ from typing import Any, Literal, Unpack
 import msgspec
 
 from rllm_trace.routing import CallSites
+from rllm_trainer.advantages import greedy_rule
 from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, export_model, owned, write_json
 from rllm_trainer.config import SettingsKw
 from rllm_trainer.credit_log import CreditLog
@@ -181,6 +182,7 @@ def _run(ask: Ask, plan: RunPlan, report: Report, stop: threading.Event) -> FitR
             report=report,
             stop=stop,
             spare=plan.spare,
+            greedy=greedy_rule(settings.algorithm) is not None,
         )
         open_.callback(source.close)
         checkpoints = Checkpoints(run_dir, settings.keep)

@@ -20,9 +20,10 @@ from typing import Any, Unpack
 
 import msgspec
 
-from rllm_trainer.advantages import rules_of
+from rllm_trainer.advantages import greedy_rule, require_greedy, rules_of
 from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, export_model, new_run_dir, owned, require_same, write_json
 from rllm_trainer.config import Settings, SettingsKw, make_settings, table
+from rllm_trainer.credit_log import CreditLog
 from rllm_trainer.engine.memory import free_memory, model_shape, require_memory
 from rllm_trainer.engine.verl_settings import require_supported
 from rllm_trainer.exceptions import DatasetError, NoSignal
@@ -38,7 +39,16 @@ from rllm_trainer.rollout.dataset import FixedTasks, read_tasks
 from rllm_trainer.rollout.lane import Lane
 from rllm_trainer.rollout.rewards import RewardFunction, given_functions
 from rllm_trainer.rollout.runner import RunInterrupted
-from rllm_trainer.rollout.stored import StoredBatches, StoredGroup, StoredSource, read_recorded, scored_again, stored_groups
+from rllm_trainer.rollout.stored import (
+    StoredBatches,
+    StoredGroup,
+    StoredSource,
+    read_greedy,
+    read_recorded,
+    scored_again,
+    stored_groups,
+    with_greedy,
+)
 from rllm_trainer.samples import Counters
 from rllm_trainer.state import State
 from rllm_trainer.token_text import text_of_tokens
@@ -139,6 +149,7 @@ def _plan(
     settings = make_settings({"shuffle": False} | given, refused=refused)
     require_here(settings, given)
     rules = rules_of(settings.algorithm)
+    require_greedy(settings)
     functions = given_functions(reward)
     folder = resolve_model(model, say=report.note)
     require_supported(settings)
@@ -147,6 +158,8 @@ def _plan(
     if functions is not None:
         rollouts = _scored(_with_rows(rollouts, dataset), functions)
     groups = stored_groups(rollouts, steps, smallest=_COMPARED if any(rule.grouped for rule in rules) else 1, aside=aside)
+    if (rule := greedy_rule(settings.algorithm)) is not None:
+        groups = with_greedy(groups, _greedy(store, functions, dataset), rule=rule)
     set_aside = dict(+aside)
     counters = _require_trainable(groups, settings, set_aside)
     as_recorded = "batch_tasks" not in given and not settings.shuffle and all(group.step is not None for group in groups)
@@ -206,6 +219,7 @@ def _run(plan: _Plan, report: Report, stop: threading.Event) -> ReplayResult:
             report=report,
             stop=stop,
             decode=text_of_tokens(plan.model),
+            credit=CreditLog(run_dir, resume_after=plan.state.step if plan.resumed else None),
         )
         loop = Loop(parts, plan.state)
         loop.run()
@@ -225,6 +239,15 @@ def _run(plan: _Plan, report: Report, stop: threading.Event) -> ReplayResult:
     write_json(run_dir / RESULT_FILE, result)
     report.note(f"model: {result.model_path}")
     return result
+
+
+def _greedy(store: Any, functions: Sequence[RewardFunction] | None, dataset: Any) -> list[tuple[int, Rollout]]:
+    """The greedy rollouts on file and their steps, with the rewards that the others have."""
+    found = read_greedy(store)
+    if functions is None or not found:
+        return found
+    scored = _scored(_with_rows([rollout for _, rollout in found], dataset), functions)
+    return [(step, rollout) for (step, _), rollout in zip(found, scored, strict=True)]
 
 
 def _with_rows(rollouts: Sequence[Rollout], dataset: Any) -> list[Rollout]:
@@ -286,7 +309,7 @@ def _require_trainable(groups: Sequence[StoredGroup], settings: Settings, set_as
 def _fingerprint(groups: Sequence[StoredGroup], settings: Settings, model: Path, *, as_recorded: bool) -> dict[str, Any]:
     content = hashlib.sha256()
     for group in groups:
-        for rollout in group.group.rollouts:
+        for rollout in [*group.group.rollouts, *([group.group.greedy] if group.group.greedy is not None else [])]:
             content.update(f"{group.id} {rollout.episode.id if rollout.episode else ''} {rollout.reward}\n".encode())
     names = ("seed", "shuffle", "algorithm", "sample_mode")
     batches = "recorded steps" if as_recorded else settings.batch_tasks

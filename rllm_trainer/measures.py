@@ -50,6 +50,11 @@ def rollout_measures(groups: Sequence[Group], seconds: float, *, faults: Mapping
         "groups": len(groups),
         "groups/with_signal_share": _share([_differs([r.reward for r in g.rollouts if r.reward is not None]) for g in groups]),
     }
+    greedy = [g.greedy for g in groups if g.greedy is not None]
+    if greedy:
+        found["rollouts/greedy"] = len(greedy)
+        found["rollouts/greedy_lost"] = sum(leaves_gradient(r.fault, faults) for r in greedy)
+        found["reward/greedy_mean"] = sum(r.reward or 0.0 for r in greedy) / len(greedy)
     if scored:
         found |= {"reward/mean_scored": float(np.mean(scored)), "reward/std": float(np.std(scored))}
     for fault in ("infrastructure", "app", "reward", "policy"):

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from rllm_trainer.advantages import rules_of
+from rllm_trainer.advantages import require_greedy
 from rllm_trainer.checkpoint import Checkpoints, new_run_dir, require_same
 from rllm_trainer.cluster.refusals import ON_RAY, require_cluster, require_elsewhere
 from rllm_trainer.config import SettingRow, Settings, make_settings, table
@@ -117,7 +117,7 @@ def plan_run(ask: Ask, report: Report) -> RunPlan:
         refused["correction"] = "staleness=0 means that every token was sampled by the weights that are trained"
     settings = make_settings(ask.given, refused=refused)
     require_trainable(settings)
-    rules_of(settings.algorithm)
+    require_greedy(settings)
     require_correction(settings.correction)
     name = app_name(ask.app)
     binder = Binder(ask.app)

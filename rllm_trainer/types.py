@@ -51,6 +51,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     task_id: str
     rollouts: list[Rollout]
+    greedy: Rollout | None = None
+    """One more at temperature 0, where a rule takes its reward as a baseline; never trained, and counted in nothing else."""
 
 
 class SampledSpan(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from rllm_trainer.advantages.base import Estimates, Estimator, Rule, Units
 from rllm_trainer.advantages.crediting import CreditCounters, Credited, credit
+from rllm_trainer.advantages.greedy import greedy_rule, require_greedy
 from rllm_trainer.advantages.rules import RULES, register, rule_named, rules_of
 
 __all__ = [
@@ -13,7 +14,9 @@ __all__ = [
     "Rule",
     "Units",
     "credit",
+    "greedy_rule",
     "register",
+    "require_greedy",
     "rule_named",
     "rules_of",
 ]

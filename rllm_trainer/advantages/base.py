@@ -15,7 +15,7 @@ from rllm_trainer.types import Float32, Int32
 
 __all__ = ["Estimates", "Estimator", "Rule", "Units"]
 
-Need = Literal["components", "sum_pi_squared"]
+Need = Literal["components", "greedy", "sum_pi_squared"]
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,8 +28,11 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """Its baseline is the unit's group, so a unit alone has none: advantage 0, counted."""
     inert_without_spread: bool
     """A group of equal scores has advantage 0; set exactly, where verl leaves what rounding left."""
+    whitens: bool = False
+    """It divides by the deviation over the tokens of the batch, which a single token does not have: then all is 0."""
     needs: frozenset[Need] = frozenset()
-    """What it takes besides scores: each reward by name, or the sum of squared probabilities at each token."""
+    """What it takes besides scores: each reward by name, what a greedy rollout of the row was worth, or the sum of squared
+    probabilities at each token."""
     refused: str | None = None
     """Why it cannot be used here."""
     module: str | None = None
@@ -53,6 +56,8 @@ class Units(msgspec.Struct, frozen=True, kw_only=True):
     """(L) given where the KL term is part of the reward."""
     sum_pi_squared: Float32 | None = None
     """(L)"""
+    baselines: Float32 | None = None
+    """(U) what a greedy rollout of the unit's row was worth; given where the rule takes it."""
     components: Mapping[str, Float32] = {}
     """Reward name -> (U) values."""
 

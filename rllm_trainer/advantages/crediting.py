@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from rllm_trainer.advantages.base import Estimates, Estimator, Rule, Units
+from rllm_trainer.advantages.greedy import greedy_rule
 from rllm_trainer.advantages.rules import rule_named
 from rllm_trainer.advantages.units import Comparison, Reply, ReplyKey, Unit, find_replies, find_units
 from rllm_trainer.config import Settings
@@ -83,6 +84,8 @@ def credit(
     Raises:
         SettingError: an unknown or refused rule; a role without one; a group that mixes tasks.
     """
+    asked = settings.algorithm if algorithm is None else algorithm
+    _require_greedy_rollouts(groups, asked)
     sample_sets = [samples[r.episode.id] for g in groups for r in g.rollouts if r.episode is not None and r.episode.id in samples]
     rows = [sample for sample_set in sample_sets for sample in sample_set.samples]
     replies = find_replies(sample_sets, rows)
@@ -92,7 +95,7 @@ def credit(
     case = _Case(
         settings=settings,
         estimator=estimator,
-        algorithm=settings.algorithm if algorithm is None else algorithm,
+        algorithm=asked,
         samples=rows,
         tasks={r.episode.id: g.task_id for g in groups for r in g.rollouts if r.episode is not None},
         replies=replies,
@@ -139,6 +142,8 @@ class _Case:
         for (name, _), numbers in runs.items():
             rule = rule_named(name)
             compared = [number for number in numbers if not rule.grouped or sizes[self.units[number].group] > 1]
+            if "greedy" in rule.needs:
+                compared = [number for number in compared if _with_baseline(rule, self.units[number])]
             if compared:
                 self._run(rule, compared, found)
         return found
@@ -146,7 +151,10 @@ class _Case:
     def _run(self, rule: Rule, numbers: Sequence[int], found: _Estimated) -> None:
         units = [self.units[number] for number in numbers]
         given = self._given(rule, units)
-        estimates = _own_rule(rule, given) if rule.function is not None else self.estimator.estimate(rule.name, given)
+        if _says_nothing(rule, given):
+            estimates = Estimates(advantages=np.zeros(int(given.lengths.sum()), np.float32), totals=given.scores)
+        else:
+            estimates = _own_rule(rule, given) if rule.function is not None else self.estimator.estimate(rule.name, given)
         for unit, total in zip(units, estimates.totals.tolist(), strict=True):
             found.totals.setdefault(unit.group, []).append(total)
         parts = np.split(estimates.advantages, np.cumsum(given.lengths)[:-1])
@@ -167,6 +175,7 @@ class _Case:
             old_logprobs=self._line(units, [sample.logprobs for sample in self.samples]),
             ref_logprobs=self._line(units, self.reference) if penalised and self.reference is not None else None,
             sum_pi_squared=squares,
+            baselines=np.array([unit.baseline for unit in units], np.float32) if "greedy" in rule.needs else None,
             components=_components(units) if "components" in rule.needs else {},
         )
 
@@ -271,6 +280,7 @@ class _Case:
     def counters(self, found: _Estimated, counts: Counter[str]) -> CreditCounters:
         """What the batch's groups were like; ``counts`` is what was found while the units were made."""
         sizes = Counter(unit.group for unit in self.units)
+        lost = sum(unit.baseline is None for unit in self.units if "greedy" in rule_named(self._rule_of(unit.role)).needs)
         covered = {key for unit in self.units for key in unit.replies}
         prompts: dict[str, set[bytes]] = {}
         for unit in self.units:
@@ -287,8 +297,29 @@ class _Case:
             units_by_level=dict(Counter(unit.level for unit in self.units)),
             shared_replies=sum(len(reply.shares) > 1 for reply in self.replies.values()),
             uncredited_replies=sum(key not in covered for key in self.replies),
-            other=dict(counts),
+            other=dict(counts) | ({"units_without_greedy": lost} if lost else {}),
         )
+
+
+def _require_greedy_rollouts(groups: Sequence[Group], algorithm: Algorithm) -> None:
+    """One that was made and lost is counted; where none was made, there is nothing to count."""
+    name = greedy_rule(algorithm)
+    missing = sum(group.greedy is None for group in groups)
+    if name is not None and missing:
+        raise SettingError(
+            f"algorithm={name!r} takes the reward of a greedy rollout of each row as its baseline, and {missing} of {len(groups)} groups "
+            f"have none; fit(algorithm={name!r}) makes them; use 'rloo' or 'grpo' else"
+        )
+
+
+def _with_baseline(rule: Rule, unit: Unit) -> bool:
+    """Whether there is something to take off its score. Raises ``SettingError`` for a call's own: a greedy rollout has other calls."""
+    if unit.level in ("call", "to_go"):
+        raise SettingError(
+            f"algorithm={rule.name!r} takes the reward of a greedy rollout as its baseline, and call {unit.target} of role {unit.role!r} "
+            "has a reward of its own, which no greedy rollout compares with; reward agents or episodes, or use 'rloo' or 'grpo'"
+        )
+    return unit.baseline is not None
 
 
 def _penalised(units: Sequence[Unit], replies: Mapping[ReplyKey, Reply], settings: Settings, counts: Counter[str]) -> list[Unit]:
@@ -311,6 +342,12 @@ def _of_several_roles(units: Sequence[Unit]) -> int:
     for unit in units:
         roles.setdefault(unit.group, set()).add(unit.role)
     return sum(len(names) > 1 for names in roles.values())
+
+
+def _says_nothing(rule: Rule, units: Units) -> bool:
+    """Whether verl's function has no answer: one token has no deviation, and failures that nobody scored have no named reward."""
+    unnamed = "components" in rule.needs and not units.components
+    return unnamed or (rule.whitens and int(units.lengths.sum()) <= 1)
 
 
 def _own_rule(rule: Rule, units: Units) -> Estimates:

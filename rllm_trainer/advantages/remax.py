@@ -9,5 +9,5 @@ RULE = Rule(
     summary="Score minus that of the greedy reply to the same row.",
     grouped=False,
     inert_without_spread=False,
-    refused="it takes the reward of a greedy rollout of each row as its baseline, and batches have none; use 'rloo' or 'grpo'",
+    needs=frozenset({"greedy"}),
 )

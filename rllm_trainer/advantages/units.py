@@ -84,6 +84,8 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     """Id of the episode, of the trajectory, or span id of the call."""
     score: float
+    baseline: float | None = None
+    """What a greedy rollout of the same row was worth to this role; None: there is none, it was lost, or the unit is a call."""
     components: dict[str, float] = {}
     """Rewards of the rollout by name."""
     replies: list[ReplyKey]
@@ -159,7 +161,9 @@ def find_units(
                 continue
             by_agent = any(t.reward is not None for _, trajectories in members for t in trajectories)
             make = _trajectory_units if by_agent else _episode_units
-            units += make(comparison.key(group.task_id, role), role, members, by_trajectory, counts)
+            made = make(comparison.key(group.task_id, role), role, members, by_trajectory, counts)
+            baseline = _greedy_score(group.greedy, role, by_agent, comparison.faults)
+            units += [msgspec.structs.replace(unit, baseline=baseline) for unit in made]
             units += _call_units(group.task_id, role, members, by_trajectory, comparison)
     return units
 
@@ -238,7 +242,8 @@ def _call_units(
         scores = _call_scores(episode)
         for trajectory in trajectories:
             for step, call in enumerate(trajectory.calls):
-                if call.span_id in scores:
+                score = scores.pop(call.span_id, None)  # a call that stands in the record twice is compared once
+                if score is not None:
                     units.append(
                         Unit(
                             level="call",
@@ -246,7 +251,7 @@ def _call_units(
                             role=role,
                             episode_id=episode.id,
                             target=call.span_id,
-                            score=scores[call.span_id],
+                            score=score,
                             replies=[key for key in by_trajectory.get((episode.id, trajectory.id), []) if key[1] == call.span_id],
                         )
                     )
@@ -261,7 +266,7 @@ def _to_go_units(
     sample_sets: Mapping[str, SampleSet],
     comparison: Comparison,
 ) -> list[Unit]:
-    """One for each trained reply."""
+    """One for each reply that is trained, or would be if its rollout had not been rejected: that one is compared all the same."""
     units: list[Unit] = []
     for rollout, trajectories in members:
         episode = _episode(rollout)
@@ -271,8 +276,10 @@ def _to_go_units(
         found = returns_to_go(sample_sets[episode.id], own=_call_scores(episode), final=final, discount=comparison.discount)
         for trajectory in trajectories:
             steps = {call.span_id: step for step, call in enumerate(trajectory.calls)}
-            for key in by_trajectory.get((episode.id, trajectory.id), []):
-                if key[1:] in found:
+            trained = set(by_trajectory.get((episode.id, trajectory.id), []))
+            for span in sample_sets[episode.id].spans:
+                key = (episode.id, span.span_id, span.choice)
+                if span.trajectory_id == trajectory.id and span.trains and key[1:] in found:
                     units.append(
                         Unit(
                             level="to_go",
@@ -281,7 +288,7 @@ def _to_go_units(
                             episode_id=episode.id,
                             target=key[1],
                             score=found[key[1:]],
-                            replies=[key],
+                            replies=[key] if key in trained else [],
                         )
                     )
     return units
@@ -324,6 +331,17 @@ def _shares(sample_set: SampleSet) -> dict[ReplyKey, dict[str, float]]:
         (sample_set.episode_id, span.span_id, span.choice): {name: count / own.total() for name, count in sorted(own.items())}
         for span, own in zip(spans, parts, strict=True)
     }
+
+
+def _greedy_score(greedy: Rollout | None, role: str, by_agent: bool, faults: Mapping[Any, str]) -> float | None:
+    """What the greedy rollout was worth, as the role's units are scored: the mean of its agents' rewards, or the episode's."""
+    if greedy is None or leaves_gradient(greedy.fault, faults):
+        return None
+    if by_agent and greedy.episode is not None:
+        own = [t.reward for t in greedy.episode.trajectories if t.name == role and t.reward is not None]
+        if own:
+            return sum(own) / len(own)
+    return _total(greedy)
 
 
 def _is_scored(rollout: Rollout, counts: Counter[str], faults: Mapping[Any, str]) -> bool:

@@ -92,6 +92,11 @@ def require_cluster(settings: Settings, given: Mapping[str, Any]) -> None:
 
 def _require_credit(settings: Settings) -> None:
     for rule in rules_of(settings.algorithm):
+        if "greedy" in rule.needs:
+            raise SettingError(
+                f"algorithm={rule.name!r} takes a greedy rollout of each row, and verl's trainer makes none with its groups; "
+                "use engine='direct-ray', or another algorithm"
+            )
         if "sum_pi_squared" in rule.needs:
             raise SettingError(
                 f"algorithm={rule.name!r} needs the sum of squared probabilities at each token, which verl's trainer does not hand out; "

@@ -51,7 +51,7 @@ def estimate(
     Args:
         rule: verl's name of the estimator.
         arrays: ``lengths`` (U) trained tokens of each unit; ``scores`` (U); and what the rule takes besides: ``old_logprobs`` (L),
-            ``ref_logprobs`` (L, then the KL term is part of the reward), ``sum_pi_squared`` (L).
+            ``ref_logprobs`` (L, then the KL term is part of the reward), ``sum_pi_squared`` (L), ``baselines`` (U).
         groups: (U) which group each unit is in; None where the rule takes none.
         components: reward name -> (U) values, for rules that normalise each by itself.
         config: verl's AlgoConfig fields.
@@ -76,6 +76,8 @@ def estimate(
         "non_tensor_batch": dict(components or {}),
         "batch": lines.as_batch(),
     }
+    if "baselines" in arrays:
+        available["reward_baselines"] = torch.from_numpy(arrays["baselines"].astype(np.float32))
     function = core_algos.get_adv_estimator_fn(rule)
     taken = inspect.signature(function).parameters
     totals = rewards.sum(dim=-1).numpy()

@@ -162,7 +162,12 @@ class VerlEngine:
 
     def estimate(self, rule: str, units: Units) -> Estimates:
         """verl's advantage estimator of that name, once over all units."""
-        optional = {"old_logprobs": units.old_logprobs, "ref_logprobs": units.ref_logprobs, "sum_pi_squared": units.sum_pi_squared}
+        optional = {
+            "old_logprobs": units.old_logprobs,
+            "ref_logprobs": units.ref_logprobs,
+            "sum_pi_squared": units.sum_pi_squared,
+            "baselines": units.baselines,
+        }
         payload = {
             "rule": rule,
             "arrays": {"lengths": units.lengths, "scores": units.scores, **{k: v for k, v in optional.items() if v is not None}},

@@ -29,6 +29,7 @@ def live_source(
     report: Report,
     stop: threading.Event,
     spare: Callable[[int], Iterator[Task]] | None = None,
+    greedy: bool = False,
 ) -> LiveSource | AheadSource:
     """What runs the app for each step. It takes up what the run folder has of groups that an interruption left unfinished."""
     first = unfinished(state.cursor, state.step)
@@ -46,6 +47,7 @@ def live_source(
             refill=settings.refill,
             spare=spare,
             faults=settings.faults,
+            greedy=greedy,
         )
     drawn = state.step if state.cursor is None else state.cursor.drawn
     return AheadSource(

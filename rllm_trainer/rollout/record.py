@@ -26,7 +26,8 @@ __all__ = ["EPISODES_FILE", "ROLLOUTS_FILE", "RolloutLine", "RolloutLog", "Split
 EPISODES_FILE = "episodes.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 
-Split = Literal["train", "eval", "eval_greedy"]
+Split = Literal["train", "greedy", "eval", "eval_greedy"]
+"""``greedy``: at temperature 0 for a training step, as a baseline of its groups."""
 
 
 class RolloutLine(msgspec.Struct, frozen=True, kw_only=True):

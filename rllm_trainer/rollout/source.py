@@ -72,6 +72,7 @@ class LiveSource:
         refill: int = 0,
         spare: Callable[[int], Iterator[Task]] | None = None,
         faults: Mapping[Any, str] | None = None,
+        greedy: bool = False,
     ) -> None:
         """
         Args:
@@ -79,6 +80,7 @@ class LiveSource:
             refill: rounds of further tasks in place of groups without signal.
             spare: step -> tasks for that, in the order in which they are drawn.
             faults: overrides of which failures are trained.
+            greedy: one more rollout of each task at temperature 0, beside its group.
         """
         self._batches = batches
         self._runner = runner
@@ -92,6 +94,7 @@ class LiveSource:
         self._refill = refill
         self._spare = spare
         self._faults = faults
+        self._greedy = greedy
 
     def collect(self, step: int, version: int) -> Collected | None:
         tasks = next(self._batches, None)
@@ -115,7 +118,26 @@ class LiveSource:
         if self._refill:
             flat = split_by_signal(groups, self._faults)[1]
             notes.append(f"groups without signal, left out: {len(flat)} of {len(groups)}; further rows drawn: {len(drawn) - len(tasks)}")
+        if self._greedy:
+            groups, spent = self._with_greedy(groups, step, version, notes)
+            seconds += spent
         return Collected(groups=groups, seconds=seconds, notes=notes)
+
+    def _with_greedy(self, groups: Sequence[Group], step: int, version: int, notes: list[str]) -> tuple[list[Group], float]:
+        """Each group with one more rollout of its row, whose calls are no call sites of training."""
+        route = msgspec.structs.replace(self._route, sampling=self._route.sampling | {"temperature": 0}, sites=None)
+        rollouts, seconds = run_jobs(
+            self._runner,
+            [Job(task_id=g.task_id, index=0, row=g.rollouts[0].row, seed=rollout_seed(self._seed, g.task_id, -1, step)) for g in groups],
+            Conditions(route=route, version=version, metadata={"step": step, "split": "greedy"}),
+            step=step,
+            split="greedy",
+            log=self._log,
+            report=self._report,
+            stop=self._stop,
+            notes=notes.append,
+        )
+        return [msgspec.structs.replace(group, greedy=one) for group, one in zip(groups, rollouts, strict=True)], seconds
 
     def _run(
         self, tasks: Sequence[Task], step: int, version: int, kept: Mapping[tuple[str, int], Rollout], notes: list[str]

@@ -35,9 +35,11 @@ __all__ = [
     "StoredGroup",
     "StoredSource",
     "read_episodes",
+    "read_greedy",
     "read_recorded",
     "scored_again",
     "stored_groups",
+    "with_greedy",
 ]
 
 _EXPECTED = (
@@ -82,6 +84,13 @@ def read_recorded(source: Any, *, grouped: bool = True) -> tuple[list[Rollout], 
     return [_rollout(task_id, index, episode) for task_id, index, _, episode in chosen], [step for _, _, step, _ in chosen], aside
 
 
+def read_greedy(source: Any) -> list[tuple[int, Rollout]]:
+    """(step, greedy rollout) of a run folder; none of anything else, and where the run made none."""
+    if not (isinstance(source, (str, Path)) and (Path(source) / ROLLOUTS_FILE).is_file()):
+        return []
+    return [(step, rollout) for step, rollouts in read_rollouts(Path(source), split="greedy").items() for rollout in rollouts]
+
+
 def read_episodes(source: Any) -> Iterator[Episode]:
     """The episodes of whatever holds them. Raises ``DatasetError`` for anything else."""
     if isinstance(source, Store):
@@ -116,6 +125,22 @@ def stored_groups(rollouts: Sequence[Rollout], steps: Sequence[int | None], *, s
         group = Group(task_id=task_id, rollouts=sorted(found, key=lambda rollout: rollout.index))
         groups.append(StoredGroup(step=None if step < 0 else step, group=group))
     return groups
+
+
+def with_greedy(groups: Sequence[StoredGroup], greedy: Iterable[tuple[int, Rollout]], *, rule: str) -> list[StoredGroup]:
+    """The groups with the greedy rollouts of their steps and tasks. Raises ``DatasetError`` where one has none."""
+    known = {(step, rollout.task_id): rollout for step, rollout in greedy}
+    missing = [one.id for one in groups if (one.step, one.group.task_id) not in known]
+    if missing:
+        raise DatasetError(
+            f"algorithm={rule!r} takes the reward of a greedy rollout of each row, and {len(missing)} of {len(groups)} groups in the store "
+            f"have none, such as {missing[0]}; give the run folder of a fit(algorithm={rule!r}), or use another algorithm"
+        )
+    return [
+        msgspec.structs.replace(one, group=msgspec.structs.replace(one.group, greedy=known[one.step, one.group.task_id]))
+        for one in groups
+        if one.step is not None
+    ]
 
 
 def scored_again(rollout: Rollout, functions: Sequence[RewardFunction], *, awaited: Awaited) -> Rollout:
@@ -153,6 +178,9 @@ def _chosen(episodes: Iterable[Episode], aside: Counter[str], *, grouped: bool) 
     attempts: dict[tuple[Any, ...], list[Episode]] = {}
     for episode in episodes:
         split = episode.metadata.get("split")
+        if split == "greedy":
+            aside["made at temperature 0, as a baseline"] += 1
+            continue
         if split not in (None, "train"):
             aside["made for an evaluation"] += 1
             continue

@@ -29,6 +29,7 @@ def composed(given: dict[str, Any], facts: Facts = FACTS) -> dict[str, str]:
         ({"refill": 1}, "use engine='direct-ray'"),
         ({"serving": "vllm"}, "cluster={'rollout': 'vllm'}"),
         ({"algorithm": "optimal_token_baseline"}, "use engine='direct-ray'"),
+        ({"algorithm": "remax"}, "verl's trainer makes none with its groups"),
         ({"policy_loss": "gspo"}, "use engine='direct-ray'"),
         ({"cluster": {"mode": "colocate_async"}}, "set staleness=1 or more, got 0"),
         ({"staleness": 1, "cluster": {"mode": "sync"}}, "staleness=1 would have no effect"),

@@ -74,7 +74,8 @@ def test_rules_do_not_depend_on_how_rows_are_cut(process: VerlEngine, name: str)
     rollouts += [rollout(one_call(f"e{n}", [5] * n), r, rewards={"a": r, "b": 0.1 * n}) for n, r in ((2, 0.0), (3, 0.25))]
     found = {}
     for mode in ("tree", "prefix", "call"):
-        rows = credited(process, [Group(task_id="t", rollouts=rollouts)], mode=mode, algorithm=name)
+        group = Group(task_id="t", rollouts=rollouts, greedy=rollout(one_call("greedy", [5]), 0.5))
+        rows = credited(process, [group], mode=mode, algorithm=name)
         found[mode] = {
             (row.sample.episode_id, span.span_id): np.round(row.advantages[span.start : span.stop].astype(float), 5).tolist()
             for row in rows
@@ -218,6 +219,36 @@ def test_kl_in_the_loss_gives_rows_their_reference(process: VerlEngine) -> None:
     np.testing.assert_allclose(rows[0].ref_logprobs, found, rtol=0, atol=1e-5)
 
 
+def test_remax_takes_off_what_the_greedy_rollout_was_worth(process: VerlEngine) -> None:
+    """Score minus the greedy one's, on every token; the greedy one has no row; a group whose greedy rollout was lost is 0, counted."""
+    scored = [rollout(one_call(f"e{n}", [5] * n), r) for n, r in ((1, 1.0), (2, 0.0))]
+    greedy = rollout(one_call("greedy", [5]), 0.25)
+    rows = credited(process, [Group(task_id="t", rollouts=scored, greedy=greedy)], algorithm="remax")
+    assert trained(rows) == [[0.75], [-0.25, -0.25]]
+    assert rows.counters.other == {}
+    lost = msgspec.structs.replace(greedy, fault="infrastructure", reward=None)
+    rows = credited(process, [Group(task_id="t", rollouts=scored, greedy=lost)], algorithm="remax")
+    assert trained(rows) == [[0.0], [0.0, 0.0]]
+    assert rows.counters.other == {"units_without_greedy": 2}
+    over = msgspec.structs.replace(greedy, fault="policy", reward=None)
+    rows = credited(process, [Group(task_id="t", rollouts=scored, greedy=over)], algorithm="remax")
+    assert trained(rows) == [[1.0], [0.0, 0.0]]
+
+
+def test_remax_for_one_role(process: VerlEngine) -> None:
+    """The judge's baseline is what the greedy rollout's judge was given; the solver has another rule; a call's own reward is refused."""
+    group = Group(
+        task_id="t",
+        rollouts=[rollout(solver_and_judge(n, s, j), None) for n, s, j in [("a", 1.0, 3.0), ("b", 0.0, 1.0)]],
+        greedy=rollout(solver_and_judge("g", 9.0, 2.5), None),
+    )
+    rows = credited(process, [group], algorithm={"solver": "rloo", "judge": "remax"})
+    assert trained(rows) == [[1.0], [0.5, 0.5], [-1.0], [-1.5, -1.5]]
+    own = Group(task_id="t", rollouts=[rollout(two_turns("c", 1.0, 0.0), 0.0)], greedy=rollout(two_turns("h", 1.0, 0.0), 0.0))
+    with pytest.raises(SettingError, match="call c-1 of role 'solver' has a reward of its own"):
+        credited(process, [own], algorithm="remax")
+
+
 def test_a_rule_of_ones_own(process: VerlEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Registered by name, given units, asked for one advantage a trained token; verl's names are taken."""
     monkeypatch.setattr(rules, "RULES", dict(RULES))
@@ -238,7 +269,7 @@ def test_a_rule_of_ones_own(process: VerlEngine, monkeypatch: pytest.MonkeyPatch
         register(msgspec.structs.replace(rule, function=None))
 
 
-@pytest.mark.parametrize("name, says", [("gae", "critic"), ("remax", "greedy"), ("ppo", "choose one of")])
+@pytest.mark.parametrize("name, says", [("gae", "critic"), ("remax", "1 of 1 groups have none"), ("ppo", "choose one of")])
 def test_what_cannot_be_used_is_refused_with_its_reason(process: VerlEngine, name: str, says: str) -> None:
     """An unknown or unusable estimator is one sentence."""
     group = Group(task_id="t", rollouts=[rollout(one_call("a", [5]), 1.0), rollout(one_call("b", [5]), 0.0)])
@@ -259,12 +290,14 @@ def test_estimators_are_verls(process: VerlEngine, name: str) -> None:
     size = int(lengths.sum())
     old, squares = (-random.random(size)).astype(np.float32), random.random(size).astype(np.float32)
     components = {"x": scores, "y": random.random(8).astype(np.float32)}
+    baselines = random.random(8).astype(np.float32)
     units = Units(
         lengths=lengths,
         scores=scores,
         groups=groups,
         old_logprobs=old,
         sum_pi_squared=squares if "sum_pi_squared" in RULES[name].needs else None,
+        baselines=baselines if "greedy" in RULES[name].needs else None,
         components=components if "components" in RULES[name].needs else {},
     )
     process.restart(make_settings({"threads": 1}))
@@ -283,6 +316,8 @@ def test_estimators_are_verls(process: VerlEngine, name: str) -> None:
     config = AlgoConfig(gdpo_reward_keys=["x", "y"])
     if name not in ("grpo", "grpo_vectorized"):
         given["config"] = config
+    if "greedy" in RULES[name].needs:
+        given["reward_baselines"] = torch.from_numpy(baselines)
     if "sum_pi_squared" in RULES[name].needs:
         given |= {"old_log_probs": padded(old), "sum_pi_squared": padded(squares)}
     if "components" in RULES[name].needs:
