@@ -9,5 +9,6 @@ RULE = Rule(
     summary="Each reward normalised by itself in its group, then summed and whitened over the batch.",
     grouped=True,
     inert_without_spread=False,
+    whitens=True,
     needs=frozenset({"components"}),
 )

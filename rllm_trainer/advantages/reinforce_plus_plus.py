@@ -9,4 +9,5 @@ RULE = Rule(
     summary="Discounted return, whitened over the tokens of the batch; no group.",
     grouped=False,
     inert_without_spread=False,
+    whitens=True,
 )

@@ -9,4 +9,5 @@ RULE = Rule(
     summary="Score minus the group's mean, whitened over the tokens of the batch.",
     grouped=True,
     inert_without_spread=False,
+    whitens=True,
 )
