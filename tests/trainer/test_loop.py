@@ -64,8 +64,8 @@ def loop_of(engine, tmp_path):
     """Makes loops over recorded groups, in folders of their own; closes what they open."""
     opened = []
 
-    def make(source, folder, *, state=None, steps=STEPS, stop=None, sites=None):
-        settings = make_settings(GIVEN | {"steps": STEPS})
+    def make(source, folder, *, state=None, steps=STEPS, stop=None, sites=None, **given):
+        settings = make_settings(GIVEN | {"steps": STEPS} | given)
         run_dir = tmp_path / folder
         run_dir.mkdir(exist_ok=True)
         opened.append(MetricsLog(run_dir))
@@ -171,6 +171,15 @@ def test_lost_rollouts_stop_the_run(engine, recorded, loop_of):
     with pytest.raises(TooManyFaults, match=r"75% of 8 rollouts were lost .*boom \(6 times\)"):
         loop_of(RecordedSource(lost), "run").run()
     assert engine.export_weights(0).digest == before
+
+
+def test_faults_that_are_trained_are_not_lost(engine, recorded, loop_of, tmp_path):
+    """With ``faults`` a step of which most failed is trained, and its line counts none as excluded."""
+    restart(engine)
+    failed = [msgspec.structs.replace(r, fault="app", reason="boom", reward=None) if i % 4 else r for i, r in enumerate(recorded[1])]
+    loop_of(RecordedSource({1: failed}), "run", steps=1, faults={"app": "train"}).run()
+    (line,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert (line["faults/app"], line["rollouts/excluded"], line["tokens/trained"]) == (6, 0, 80)
 
 
 def test_a_step_beyond_a_limit_ends_the_run_before_it_learns(engine, recorded, loop_of, tmp_path):
