@@ -6,11 +6,11 @@ import threading
 import openai
 import pytest
 
-from rllm_trainer import fit, processes
+from rllm_trainer import fit, processes, replay
 from rllm_trainer.config import make_settings
 from rllm_trainer.credit_log import read_credit
 from rllm_trainer.engine.policy_losses import POLICY_LOSSES
-from rllm_trainer.exceptions import CheckpointError
+from rllm_trainer.exceptions import CheckpointError, DatasetError, SettingError
 from rllm_trainer.models import resolve_model
 from rllm_trainer.rollout.record import read_rollouts
 
@@ -48,7 +48,13 @@ def on_started(started, monkeypatch):
         engine.restart(settings)
         yield engine, server
 
+    @contextlib.contextmanager
+    def training(settings, model, run_dir, stop):
+        engine.restart(settings, model_path=model)
+        yield engine
+
     monkeypatch.setattr("rllm_trainer._fit.running", running)
+    monkeypatch.setattr("rllm_trainer._replay.training", training)
 
 
 def steps_of(tmp_path, **given):
@@ -137,6 +143,36 @@ def test_rows_are_drawn_in_place_of_groups_without_signal(on_started, tmp_path):
     assert 0 < line["tokens/trained"] < line["tokens/sampled"]
     assert line["grad_norm"] > 0
     assert result.trainability.lost_tokens == {"group without signal": line["tokens/sampled"] - line["tokens/trained"]}
+
+
+def test_remax(on_started, tmp_path):
+    """Each group has one more rollout at temperature 0: on file under its own split, its reward the baseline, none of it trained."""
+    first, second = steps_of(tmp_path, algorithm="remax")
+    run = tmp_path / "run"
+    sampled, greedy = read_rollouts(run), read_rollouts(run, split="greedy")
+    for line in (first, second):
+        step = int(line["step"])
+        assert (line["rollouts"], line["rollouts/greedy"], line["rollouts/greedy_lost"], line["calls"]) == (8, 2, 0, 8)
+        assert [call.sampling["temperature"] for r in greedy[step] for call in r.episode.calls] == [0, 0]
+        worth = {r.task_id: r.reward for r in greedy[step]}
+        assert line["reward/greedy_mean"] == pytest.approx(sum(worth.values()) / 2)
+        told = {one.episode_id: one.advantage for one in read_credit(run) if one.step == step}
+        assert told == pytest.approx({r.episode.id: r.reward - worth[r.task_id] for r in sampled[step]}, abs=1e-6)
+    given = {"algorithm": "remax", "lr": 1e-3, "threads": 1, "progress": False}
+    again = replay(run, "tiny-qwen2", output_dir=tmp_path / "again", **given)
+    assert read_credit(again.run_dir) == read_credit(run)
+    with pytest.raises(DatasetError, match="2 of 2 groups in the store have none, such as"):
+        replay([r.episode for r in sampled[1]], "tiny-qwen2", output_dir=tmp_path / "alone", **given)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [({"staleness": 1}, "staleness=1"), ({"refill": 1}, "refill=1"), ({"returns": "to_go"}, "returns='to_go'")],
+)
+def test_where_remax_can_have_no_greedy_rollout(tmp_path, given, words):
+    """It is refused before anything is started, with the setting in its way."""
+    with pytest.raises(SettingError, match=f"algorithm='remax' is refused with {words}"):
+        fit(app, ROWS, reward=lowercase, output_dir=tmp_path / "run", **GIVEN | {"algorithm": "remax"} | given)
 
 
 def test_what_may_change_when_a_run_is_continued(on_started, tmp_path):
