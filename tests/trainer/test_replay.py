@@ -13,6 +13,7 @@ from rllm_trace.exporters.jsonl import read_episodes
 from rllm_trainer import fit, processes, replay
 from rllm_trainer.cli import main
 from rllm_trainer.config import make_settings
+from rllm_trainer.credit_log import read_credit
 from rllm_trainer.exceptions import CheckpointError, DatasetError, NoSignal, RewardError, SettingError
 from rllm_trainer.models import resolve_model
 from rllm_trainer.testing import make_call, make_choice, make_episode
@@ -121,6 +122,8 @@ def test_a_run_is_replayed_bit_for_bit(lived, batches, tmp_path):
     assert weights(again.run_dir, 1) == weights(result.run_dir, 1)
     assert weights(again.run_dir, 2) == weights(result.run_dir, 2)
     assert again.trainability == result.trainability
+    assert [line.step for line in read_credit(again.run_dir)] == [1] * 32 + [2] * 32
+    assert read_credit(again.run_dir) == read_credit(result.run_dir)
     with pytest.raises(CheckpointError, match="had batch_tasks='recorded steps', and now it is 2"):
         replay(result.run_dir, "tiny-qwen2", resume=True, **given, batch_tasks=2)
 
@@ -135,6 +138,7 @@ def test_its_episodes_alone_give_the_same_step(lived, batches, tmp_path):
     assert weights(again.run_dir, 1) == weights(result.run_dir, 1)
     further = replay(episodes, "tiny-qwen2", **given, epochs=2, resume=True)
     assert [line["step"] for line in further.metrics] == [1, 2]
+    assert [line.step for line in read_credit(further.run_dir)] == [1] * 32 + [2] * 32
     # the weights have moved: the second pass is corrected
     assert "rollout_corr/rollout_is_mean" in further.metrics[1]
     assert not any(name.startswith("rollout_corr/") for name in further.metrics[0])
