@@ -123,11 +123,13 @@ def test_wait_lets_replies_end_under_the_old_weights(tmp_path: Path, file: Calla
 def test_abort_ends_replies_as_they_are(tmp_path: Path, file: Callable[[int], WeightsFile]) -> None:
     """What was sampled is there with its logprobs, the reason is ``abort``, and the next request is served by the new weights."""
     with serving(tmp_path, "abort") as server, ThreadPoolExecutor(1) as pool, client_of(server) as client:
-        paused = pool.submit(pause, server, 20)
-        with client.stream("POST", "/completions", json=asked(stream=True)) as response:
-            paused.result(120)
-            server.swap_unproven(file(1))
-            events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+        pause(server, 0)
+        asking = pool.submit(lambda: client.post("/completions", json=asked(stream=True)).text)
+        while server.stats()["waiting"] + server.stats()["running"] < 1:
+            pass
+        pause(server, 20)
+        server.swap_unproven(file(1))
+        events = [json.loads(line[6:]) for line in asking.result(120).splitlines() if line.startswith("data: {")]
         resume(server)
         after = client.post("/completions", json=asked()).json()
     choices = [event["choices"][0] for event in events if event["choices"]]
