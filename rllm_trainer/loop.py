@@ -211,8 +211,8 @@ class Loop:
         found = trainability_report(
             samples.values(),
             policy_version=self.state.version,
-            groups=credit.groups,
-            groups_without_signal=credit.groups_of_one + credit.groups_without_spread,
+            groups=credit.groups + credit.groups_left_out,
+            groups_without_signal=credit.groups_without_signal,
             ratio=probe.ratio,
         )
         self.trainability += found

@@ -41,6 +41,8 @@ class CreditCounters(msgspec.Struct, frozen=True, kw_only=True):
     """Groups with one unit: no baseline, advantage 0."""
     groups_without_spread: int = 0
     """Groups of two or more whose scores are all equal: nothing to learn from."""
+    groups_left_out: int = 0
+    """Tasks whose rollouts gave no signal, and which ``refill`` left out for that; part of no number above."""
     groups_of_several_roles: int = 0
     """Groups that compare one role with another, because ``group_by`` is ``task``."""
     groups_with_other_prompts: int = 0
@@ -52,6 +54,11 @@ class CreditCounters(msgspec.Struct, frozen=True, kw_only=True):
     """Trained replies that no scored unit contains: advantage 0, in the denominator."""
     other: dict[str, int] = {}
     """Rollouts left out, trajectories without a score, by name."""
+
+    @property
+    def groups_without_signal(self) -> int:
+        """Of ``groups`` and ``groups_left_out`` together."""
+        return self.groups_of_one + self.groups_without_spread + self.groups_left_out
 
     def measures(self) -> dict[str, float]:
         """As flat metrics."""
@@ -104,7 +111,8 @@ def credit(
     )
     estimates = case.estimates()
     credited = Credited(case.rows(estimates.advantages))
-    credited.counters = case.counters(estimates, counts)
+    left_out = {s.task_id for s in sample_sets if any(aside.reason == "group without signal" for aside in s.set_aside)}
+    credited.counters = msgspec.structs.replace(case.counters(estimates, counts), groups_left_out=len(left_out))
     return credited
 
 

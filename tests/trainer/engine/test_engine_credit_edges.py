@@ -72,3 +72,12 @@ def test_a_call_on_record_twice_is_compared_once(process: VerlEngine) -> None:
     rows = credited(process, [rollout(episode, None) for episode in episodes], algorithm="rloo")
     assert trained(rows) == [[0.75, 0.75], [-0.75, -0.75], [0.0, 0.0]]
     assert rows.counters.units_by_level == {"call": 3}
+
+
+def test_a_group_that_refill_left_out_is_counted_as_one_without_signal(process: VerlEngine) -> None:
+    """Two equal scores: no unit is left to compare, and the report still has a group without signal."""
+    flat = [rollout(reply(name, 5, 6), 1.0) for name in ("a", "b")]
+    kept = credited(process, flat, algorithm="grpo").counters
+    assert (kept.groups, kept.groups_left_out, kept.groups_without_signal) == (1, 0, 1)
+    left = credited(process, flat, algorithm="grpo", refill=1).counters
+    assert (left.groups, left.groups_left_out, left.groups_without_signal) == (0, 1, 1)
