@@ -202,6 +202,8 @@ def _run(ask: Ask, plan: RunPlan, report: Report, stop: threading.Event) -> FitR
         )
         loop = Loop(parts, plan.state)
         loop.run()
+        if loop.state.step and not loop.state.version:
+            report.warn("no step had anything to learn from, so the weights are those that the run started with; metrics.jsonl says why")
         newest = checkpoints.latest()
     assert newest is not None, "the loop writes a checkpoint before it returns"
     export_model(newest[1], run_dir / MODEL_FOLDER)

@@ -50,6 +50,7 @@ from rllm_trainer.trainability import (
     require_replaced_names,
     require_signal,
     require_sound,
+    role_findings,
     site_findings,
 )
 from rllm_trainer.trainability_report import TrainabilityReport, exceeded, trainability_report
@@ -196,7 +197,7 @@ class Loop:
         self._parts.report.routing(sites)
         require_replaced_names(self._parts.settings.replaces, sites)
         require_signal(collected.groups, samples, sites)
-        for sentence in site_findings(sites):
+        for sentence in [*site_findings(sites), *role_findings(self._parts.settings.algorithm, collected.groups)]:
             self._parts.report.warn(sentence)
 
     def _learns(self, batch: Batch) -> bool:

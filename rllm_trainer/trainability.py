@@ -26,6 +26,7 @@ __all__ = [
     "require_replaced_names",
     "require_signal",
     "require_sound",
+    "role_findings",
     "site_findings",
     "training_view",
 ]
@@ -44,6 +45,19 @@ def training_view(episodes: Iterable[Episode]) -> list[Episode]:
     if not any(call.endpoint == "policy" for episode in episodes for call in episode.calls):
         return episodes
     return [_without_own_calls(episode) for episode in episodes]
+
+
+def role_findings(algorithm: str | Mapping[str, str], groups: Sequence[Group]) -> list[str]:
+    """One sentence for the roles that have a rule of their own and no trajectory in these groups."""
+    if isinstance(algorithm, str):
+        return []
+    seen = {t.name for group in groups for r in group.rollouts if r.episode is not None for t in r.episode.trajectories}
+    idle = sorted(set(algorithm) - seen)
+    if not idle or not seen:
+        return []
+    return [
+        f"algorithm names {', '.join(map(repr, idle))}, and no trajectory of the step has such a name; there are {', '.join(sorted(seen))}"
+    ]
 
 
 def site_findings(sites: Sequence[CallSite]) -> list[str]:

@@ -139,7 +139,12 @@ def test_an_unknown_setting(tmp_path):
     """The nearest setting is suggested."""
     refused(SettingError, "got the unknown setting 'learning_rate'", learning_rate=1e-5, tmp_path=tmp_path)
     refused(SettingError, "did you mean 'batch_tasks'?", batch_task=2, tmp_path=tmp_path)
-    refused(SettingError, "algorithm='ppo': neither verl nor a module of yours has such an estimator; choose one of", algorithm="ppo", tmp_path=tmp_path)
+    refused(
+        SettingError,
+        "algorithm='ppo': neither verl nor a module of yours has such an estimator; choose one of",
+        algorithm="ppo",
+        tmp_path=tmp_path,
+    )
     refused(SettingError, "eval_every=2 would have no effect: there is no eval_dataset", eval_every=2, tmp_path=tmp_path)
 
 

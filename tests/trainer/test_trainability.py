@@ -13,6 +13,7 @@ from rllm_trainer.trainability import (
     require_replaced_names,
     require_signal,
     require_sound,
+    role_findings,
     site_findings,
     training_view,
 )
@@ -129,3 +130,14 @@ def test_other_models_calls_are_not_trained():
     assert build_samples(seen).counters.trained_calls == 1
     recorded = make_episode(make_call("b", [1], [4], endpoint="own"))
     assert training_view([recorded]) == [recorded]
+
+
+def test_a_rule_for_a_role_that_nobody_plays():
+    """A role that has a rule and no trajectory is named, with the roles that there are; a rule for all has nothing to say."""
+    groups = [group(rollout(episode=make_episode(make_call("a", [1], [2]))))]
+    (name,) = {t.name for t in groups[0].rollouts[0].episode.trajectories}
+    assert role_findings({name: "grpo", "juge": "rloo"}, groups) == [
+        f"algorithm names 'juge', and no trajectory of the step has such a name; there are {name}"
+    ]
+    assert role_findings({name: "grpo"}, groups) == []
+    assert role_findings("grpo", groups) == []
