@@ -59,7 +59,6 @@ from rllm_trainer.types import Batch, Rollout
 
 __all__ = ["Loop", "Parts", "TrainingEngine"]
 
-
 _LIVENESS = np.zeros(2, np.int32)
 """A row that any server can score."""
 
