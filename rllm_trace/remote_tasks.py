@@ -58,6 +58,7 @@ def remote(handle: Any) -> Callable[..., Any]:
 def _carried(function: Callable[..., Any]) -> Callable[..., Any]:
     make = next((make for is_shape, make in _SHAPES if is_shape(function)), _function)
     call: Any = functools.wraps(function)(make(function))
+    del call.__wrapped__  # Ray asks what is behind all wrappers for a method's parameters, and would refuse the context
     signature = inspect.signature(function)
     context = inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, default=None)
     positions = list(signature.parameters.values())
