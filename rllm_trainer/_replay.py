@@ -21,7 +21,7 @@ from typing import Any, Unpack
 import msgspec
 
 from rllm_trainer.advantages import greedy_rule, require_greedy, rules_of
-from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, export_model, new_run_dir, owned, require_same, write_json
+from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, export_model, new_run_dir, owned, standing, write_json
 from rllm_trainer.config import Settings, SettingsKw, make_settings, table
 from rllm_trainer.credit_log import CreditLog
 from rllm_trainer.engine.memory import free_memory, model_shape, require_memory
@@ -168,10 +168,7 @@ def _plan(
     require_steps(settings, total)
     run_dir = new_run_dir(output_dir, name="replay", resume=resume)
     fingerprint = _fingerprint(groups, settings, folder, as_recorded=as_recorded)
-    found = Checkpoints(run_dir, settings.keep).latest() if resume else None
-    if found is not None:
-        require_same(found[0].fingerprint, fingerprint)
-    state = State(steps=total, fingerprint=fingerprint) if found is None else msgspec.structs.replace(found[0], steps=total)
+    state, checkpoint = standing(run_dir, keep=settings.keep, fingerprint=fingerprint, steps=total, resume=resume)
     facts = {
         "store": f"{sum(len(group.group.rollouts) for group in groups)} episodes in {len(groups)} groups",
         "set aside": _listed(set_aside) or "none",
@@ -192,7 +189,7 @@ def _plan(
         run_dir=run_dir,
         state=state,
         resumed=bool(resume),
-        checkpoint=None if found is None else found[1],
+        checkpoint=checkpoint,
         record={"facts": facts, "settings": settings, "given": sorted(given), "versions": versions_here()},
     )
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from rllm_trainer.batching import make_batch, require_scale_factor
 from rllm_trainer.chats import tokenize_chats
-from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, export_model, new_run_dir, owned, require_same, write_json
+from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, export_model, new_run_dir, owned, standing, write_json
 from rllm_trainer.config import Settings, SettingsKw, make_settings, table
 from rllm_trainer.engine.memory import free_memory, model_shape, require_memory
 from rllm_trainer.engine.verl_settings import passed_to_verl
@@ -156,10 +156,7 @@ def _plan(
     require_steps(settings, steps)
     run_dir = new_run_dir(output_dir, name="sft", resume=resume)
     fingerprint = _fingerprint(units.units, settings, folder)
-    found = Checkpoints(run_dir, settings.keep).latest() if resume else None
-    if found is not None:
-        require_same(found[0].fingerprint, fingerprint)
-    state = State(steps=steps, fingerprint=fingerprint) if found is None else msgspec.structs.replace(found[0], steps=steps)
+    state, checkpoint = standing(run_dir, keep=settings.keep, fingerprint=fingerprint, steps=steps, resume=resume)
     facts = {
         units.what: f"{len(units.units)}, {sum(unit.trained_tokens for unit in units.units)} tokens to train",
         "set aside": _listed(units.set_aside) or "none",
@@ -180,7 +177,7 @@ def _plan(
         run_dir=run_dir,
         state=state,
         resumed=bool(resume),
-        checkpoint=None if found is None else found[1],
+        checkpoint=checkpoint,
         record={"facts": facts, "settings": settings, "given": sorted(given), "versions": versions_here()},
     )
 

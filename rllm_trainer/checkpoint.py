@@ -24,7 +24,7 @@ from rllm_trainer.exceptions import CheckpointError
 from rllm_trainer.rollout.record import ROLLOUTS_FILE
 from rllm_trainer.state import State
 
-__all__ = ["SETTINGS_FILE", "Checkpoints", "export_model", "new_run_dir", "owned", "require_same", "write_json"]
+__all__ = ["SETTINGS_FILE", "Checkpoints", "export_model", "new_run_dir", "owned", "require_same", "standing", "write_json"]
 
 _FOLDER = "checkpoints"
 _STATE = "state.json"
@@ -83,6 +83,20 @@ class Checkpoints:
             return msgspec.json.decode((folder / _STATE).read_bytes(), type=State)
         except (OSError, msgspec.DecodeError):
             return None
+
+
+def standing(
+    run_dir: Path, *, keep: int, fingerprint: dict[str, Any], steps: int | None, resume: bool | str | Path
+) -> tuple[State, Path | None]:
+    """Where a run begins: a new one at step 0 with None, a continued one after its newest checkpoint with what the engine wrote.
+
+    Raises ``CheckpointError`` where the run to continue was another one.
+    """
+    found = Checkpoints(run_dir, keep).latest() if resume else None
+    if found is None:
+        return State(steps=steps, fingerprint=fingerprint), None
+    require_same(found[0].fingerprint, fingerprint)
+    return msgspec.structs.replace(found[0], steps=steps), found[1]
 
 
 def new_run_dir(output_dir: str | Path | None, *, name: str, resume: bool | str | Path) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from rllm_trainer.advantages import require_greedy
-from rllm_trainer.checkpoint import Checkpoints, new_run_dir, require_same
+from rllm_trainer.checkpoint import new_run_dir, standing
 from rllm_trainer.cluster.refusals import ON_RAY, require_cluster, require_elsewhere
 from rllm_trainer.config import SettingRow, Settings, make_settings, table
 from rllm_trainer.correction import require_correction
@@ -131,10 +131,7 @@ def plan_run(ask: Ask, report: Report) -> RunPlan:
     memory = _require_engine(settings, ask.given, model)
     run_dir = new_run_dir(ask.output_dir, name=name, resume=ask.resume)
     fingerprint = _fingerprint(tasks, settings, model)
-    found = Checkpoints(run_dir, settings.keep).latest() if ask.resume else None
-    if found is not None:
-        require_same(found[0].fingerprint, fingerprint)
-    state = State(steps=steps, fingerprint=fingerprint) if found is None else msgspec.structs.replace(found[0], steps=steps)
+    state, checkpoint = standing(run_dir, keep=settings.keep, fingerprint=fingerprint, steps=steps, resume=ask.resume)
     facts = _facts(ask, name, tasks, eval_tasks, rewards, model, run_dir, state, memory)
     plan = RunPlan(
         name=name,
@@ -146,7 +143,7 @@ def plan_run(ask: Ask, report: Report) -> RunPlan:
         run_dir=run_dir,
         state=state,
         resumed=bool(ask.resume),
-        checkpoint=None if found is None else found[1],
+        checkpoint=checkpoint,
         facts=facts,
         rows=table(settings, ask.given),
         record={"facts": facts, "settings": settings, "given": sorted(ask.given), "versions": versions_here()},
