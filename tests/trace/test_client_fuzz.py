@@ -291,8 +291,8 @@ def check(plan: Plan, call: ModelCall) -> None:
         assert not call.trainable
 
 
-# CPython, asyncio: a collection in one thread finds a chain of dropped generators of another thread's loop; that loop begins to close the first
-# while the others are still to be finalized ("async generator already executing"). The bare client has it as often, with or without us.
+# CPython: a collection in one thread finds dropped generators of another thread's loop, which begins to close the first of them while the
+# others are still to be finalized ("async generator already executing"). The bare client has it as often.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <async_generator object :pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.timeout(max(300, CALLS // 5))
 def test_random_schedules_lose_mix_and_alter_nothing(pool: ProcessPoolExecutor, clients: Any, no_faults: None) -> None:
