@@ -29,10 +29,10 @@ class Run:
     """One run folder."""
 
     def __init__(self, folder: Path) -> None:
-        lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_bytes().splitlines()]
         self.lines = [line for line in lines if line["kind"] == "ended"]
         self.episodes = {episode.id: episode for episode in iter_episodes(folder / "episodes.jsonl")}
-        self.credit = [json.loads(line) for line in (folder / "credit.jsonl").read_text().splitlines()]
+        self.credit = [json.loads(line) for line in (folder / "credit.jsonl").read_bytes().splitlines()]
         self.steps = max(line["step"] for line in self.lines)
 
     def scores(self, step: int) -> dict[str, float]:

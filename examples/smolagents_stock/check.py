@@ -33,7 +33,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         with (Path(__file__).parent / "stock.csv").open() as file:
             self._stock = {row["item"]: int(row["count"]) for row in csv.DictReader(file)}
-        lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_bytes().splitlines()]
         self._lines = [line for line in lines if line["kind"] == "ended"]
         self._episodes = {episode.id: episode for episode in iter_episodes(folder / "episodes.jsonl")}
         self.steps = max(line["step"] for line in self._lines)

@@ -26,10 +26,10 @@ class Run:
     """One run folder."""
 
     def __init__(self, folder: Path) -> None:
-        lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_bytes().splitlines()]
         self.lines = [line for line in lines if line["kind"] == "ended"]
         self.episodes = {episode.id: episode for episode in iter_episodes(folder / "episodes.jsonl")}
-        self.credit = [json.loads(line) for line in (folder / "credit.jsonl").read_text().splitlines()]
+        self.credit = [json.loads(line) for line in (folder / "credit.jsonl").read_bytes().splitlines()]
         self.steps = max(line["step"] for line in self.lines)
         spans = [(episode.started, episode.ended) for episode in self.episodes.values()]
         self.seconds = (max(ended for _, ended in spans) - min(started for started, _ in spans)) / 1e9

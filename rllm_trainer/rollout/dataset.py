@@ -157,13 +157,17 @@ def _rows(dataset: Any, name: str) -> list[Row] | Iterable[Row]:
     indexed = cast("Sequence[Row]", dataset) if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") else None
     if isinstance(dataset, (str, Path)):
         return _read_file(Path(dataset), name)
+    if isinstance(dataset, (bytes, bytearray)):
+        raise DatasetError(f"{name}: got {kind}; expected {_EXPECTED}")
     if isinstance(dataset, Mapping):
         keys = _short(list(cast("Mapping[str, Any]", dataset)))
         raise DatasetError(
             f"{name}: got a {kind} with the keys {keys}; expected {_EXPECTED}: take one split of it, or put the one row into a list"
         )
-    if kind == "DataFrame" and hasattr(dataset, "to_dict"):
-        return cast("list[Row]", dataset.to_dict("records"))
+    if type(dataset).__module__.partition(".")[0] == "pandas":
+        return _rows_of_pandas(dataset, name)
+    if kind == "DataFrame":
+        raise DatasetError(f"{name}: got a {kind} of {type(dataset).__module__}; expected {_EXPECTED}: give its rows as a list of dicts")
     if callable(dataset) and not isinstance(dataset, Iterable):
         return _rows(cast("Callable[[], Any]", dataset)(), name)
     if indexed is not None:
@@ -173,40 +177,61 @@ def _rows(dataset: Any, name: str) -> list[Row] | Iterable[Row]:
     raise DatasetError(f"{name}: got {kind}; expected {_EXPECTED}")
 
 
+def _rows_of_pandas(table: Any, name: str) -> list[Row]:
+    """The records of a table, the values of a series."""
+    if not hasattr(table, "columns"):
+        return cast("list[Row]", table.tolist())
+    if not table.columns.is_unique:
+        twice = sorted({str(column) for column in table.columns[table.columns.duplicated()]})
+        raise DatasetError(f"{name}: the table has several columns named {', '.join(twice)}; expected one of each name: rename the others")
+    return cast("list[Row]", table.to_dict("records"))
+
+
 def _read_file(path: Path, name: str) -> list[Row]:
     if not path.is_file():
         raise DatasetError(f"{name}: there is no file {path}; expected a path to .jsonl, .json or .parquet")
     suffix = path.suffix.lower()
     if suffix == ".parquet":
-        return _read_parquet(path)
+        return _read_parquet(path, name)
     if suffix not in (".jsonl", ".ndjson", ".json"):
         raise DatasetError(f"{name}: got {path.name}; expected a file that ends in .jsonl, .json or .parquet")
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{name}: {path} is not UTF-8 ({error.reason} at byte {error.start}); write it as UTF-8") from None
     try:
         if suffix == ".json":
             rows = json.loads(text)
             if not isinstance(rows, list):
                 raise DatasetError(f"{name}: {path} holds a {type(rows).__name__}; expected a list of rows")
             return cast("list[Row]", rows)
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        return [json.loads(line) for line in _lines(text) if line.strip()]
     except json.JSONDecodeError as error:
         line = error.lineno if suffix == ".json" else _bad_line(text)
         raise DatasetError(f"{name}: {path}, line {line}: not JSON: {error.msg}") from None
 
 
+def _lines(text: str) -> list[str]:
+    """At line feeds alone: JSON strings may hold what ``splitlines`` takes for the end of a line, such as U+2028."""
+    return text.split("\n")
+
+
 def _bad_line(text: str) -> int:
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(_lines(text), start=1):
         try:
-            json.loads(line or "null")
+            json.loads(line.strip() or "null")
         except json.JSONDecodeError:
             return number
     return 0
 
 
-def _read_parquet(path: Path) -> list[Row]:
+def _read_parquet(path: Path, name: str) -> list[Row]:
     import pyarrow.parquet as pq  # pyright: ignore[reportMissingTypeStubs]
 
-    table: Any = cast("Any", pq).read_table(path)
+    try:
+        table: Any = cast("Any", pq).read_table(path)
+    except (ValueError, OSError) as error:
+        raise DatasetError(f"{name}: {path} is no Parquet file that can be read: {error}") from None
     return cast("list[Row]", table.to_pylist())
 
 
@@ -254,6 +279,8 @@ def _plain(value: Any) -> Any:
         return msgspec.structs.asdict(value)
     if hasattr(value, "isoformat"):
         return value.isoformat()
+    if hasattr(value, "to_dict"):  # a table shows a part of itself only
+        return value.to_dict()
     if isinstance(value, Path):
         return str(value)
     text = repr(value)

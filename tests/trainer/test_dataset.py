@@ -34,6 +34,27 @@ def test_jsonl_file(tmp_path):
     assert rows_of(path) == ROWS
 
 
+def test_lines_end_at_line_feeds_alone(tmp_path):
+    """Text with a line separator inside stays one row; a byte order mark and carriage returns are none of the rows."""
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes('\ufeff{"question": "a\u2028b\x85c"}\r\n\r\n{"question": "d"}\r\n'.encode())
+    assert rows_of(path) == [{"question": "a\u2028b\x85c"}, {"question": "d"}]
+    path.write_bytes('{"question": "a\u2028b"}\r\n\r\n{"question"\r\n'.encode())
+    with pytest.raises(DatasetError, match="line 3: not JSON"):
+        read_tasks(path)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    """Another encoding, and what only calls itself Parquet, get one sentence with the file in it."""
+    latin, parquet = tmp_path / "latin.jsonl", tmp_path / "rows.parquet"
+    latin.write_bytes('{"a": "\u00e9"}\n'.encode("latin-1"))
+    parquet.write_bytes(b"no Parquet")
+    with pytest.raises(DatasetError, match=r"latin.jsonl is not UTF-8 \(invalid continuation byte at byte 7\); write it as UTF-8"):
+        read_tasks(latin)
+    with pytest.raises(DatasetError, match=r"rows.parquet is no Parquet file that can be read: "):
+        read_tasks(parquet)
+
+
 def test_json_file(tmp_path):
     """A JSON path holds the list of rows."""
     path = tmp_path / "rows.json"
@@ -56,6 +77,18 @@ def test_pandas_table():
     import pandas
 
     assert rows_of(pandas.DataFrame(ROWS)) == ROWS
+    assert rows_of(pandas.DataFrame(ROWS, index=[7, 8])["question"]) == ["a", "b"]
+    with pytest.raises(DatasetError, match="the table has several columns named a; expected one of each name"):
+        read_tasks(pandas.DataFrame([[1, 2]], columns=["a", "a"]))
+
+
+def test_tables_in_a_row_are_told_apart_by_all_their_cells():
+    """What a table does not show of itself counts too."""
+    import pandas
+
+    left, right = pandas.DataFrame({"a": range(1000)}), pandas.DataFrame({"a": [*range(500), -1, *range(501, 1000)]})
+    assert make_task({"table": left}, 0, "dataset").id == make_task({"table": left.copy()}, 0, "dataset").id
+    assert make_task({"table": left}, 0, "dataset").id != make_task({"table": right}, 0, "dataset").id
 
 
 def test_hugging_face_table():
@@ -160,6 +193,7 @@ def test_training_rows_in_the_evaluation_are_refused():
         (iter([]), "it has no rows"),
         (None, "got NoneType; expected a list of dicts"),
         (3, "got int; expected a list of dicts"),
+        (b"rows.jsonl", "got bytes; expected a list of dicts"),
         ({"train": []}, "got a dict with the keys \\['train'\\]"),
         ("/nowhere/rows.jsonl", "there is no file /nowhere/rows.jsonl"),
         ([None], "row 0 is None"),
