@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from rllm_trace.attributes import HEADER_POLICY_VERSION
+from rllm_trainer.serving._door.as_stream import as_stream, whole_instead
 from rllm_trainer.serving._door.flow import Flow
 from rllm_trainer.serving._door.kinds.base import Kind
 from rllm_trainer.serving._door.upstream import Unreachable, Upstream
@@ -27,6 +28,7 @@ _MAX_BODY = 64 * 2**20
 _SENT_ON = ("content-type", "accept", "x-request-id")
 _SENT_BACK = ("content-type", "content-encoding", "content-length", "retry-after", "x-request-id")
 _HEALTH = "/health"
+_EVENTS = "text/event-stream"
 
 
 class _Refusal(Exception):
@@ -69,13 +71,25 @@ async def _pass(upstream: Upstream, kind: Kind, flow: Flow, request: Request) ->
     async with AsyncExitStack() as inside:
         version = await inside.enter_async_context(flow.request())
         headers = {name: request.headers[name] for name in _SENT_ON if name in request.headers}
-        sending = upstream.send(request.method, path, kind.outgoing(path, body) if body else body, headers)
-        answer = await _unless_gone(request, sending)
+        streams = whole_instead(body) if path in kind.whole_ids else None
+        asked = streams.body if streams else body
+        answer = await _unless_gone(request, upstream.send(request.method, path, kind.outgoing(path, asked) if asked else asked, headers))
         if answer is None:
             return Response(status_code=499), version
         inside.push_async_callback(answer.aclose)
+        if streams and answer.status_code == 200:
+            return _streamed(await _unless_gone(request, upstream.whole(answer)), usage=streams.usage), version
         back = {name: answer.headers[name] for name in _SENT_BACK if name in answer.headers}
         return _Passing(upstream.parts(answer), inside.pop_all(), answer.status_code, back), version
+
+
+def _streamed(whole: bytes | None, *, usage: bool) -> Response:
+    if whole is None:
+        return Response(status_code=499)
+    try:
+        return Response(as_stream(whole, usage=usage), media_type=_EVENTS)
+    except msgspec.DecodeError as error:
+        raise _Refusal(502, f"the model server's answer is no chat completion: {error}", "server_answer") from error
 
 
 class _Passing(StreamingResponse):

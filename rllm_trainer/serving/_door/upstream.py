@@ -65,6 +65,13 @@ class Upstream:
         finally:
             await response.aclose()
 
+    async def whole(self, response: httpx.Response) -> bytes:
+        """The body, decoded, once it is all there. Raises ``Unreachable``."""
+        try:
+            return await response.aread()
+        except httpx.HTTPError as error:
+            raise Unreachable(f"the answer broke off: {error!r}") from error
+
     async def call(
         self,
         method: str,

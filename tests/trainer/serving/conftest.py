@@ -55,6 +55,8 @@ class Scripted:
         self.stuck.set()
         self.entered: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.left: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.reply: dict[str, Any] | None = None
+        """The whole answer to a chat; streams that ask for ids are then refused, as SGLang does."""
         scripted = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -79,6 +81,12 @@ class Scripted:
 
             def _chat(self, body: Any) -> None:
                 scripted.entered.put("chat")
+                if scripted.reply is not None:
+                    refused = body.get("stream") and (body.get("return_token_ids") or body.get("return_prompt_token_ids"))
+                    self._send(
+                        *((400, {"message": "return_token_ids is not supported with streaming"}) if refused else (200, scripted.reply))
+                    )
+                    return
                 if not body.get("stream"):
                     scripted.stuck.wait(20)
                     self._send(200, {"id": "c", "choices": [], "asked": body})

@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
+from rllm_trace._decorators import workflow
+from rllm_trace.clients import ensure
+from rllm_trace.rollouts import rollout
+from rllm_trace.routing import Route
 from rllm_trainer.engine.base import WeightsFile
 from rllm_trainer.exceptions import ServerError
 from rllm_trainer.serving.base import Probe
@@ -104,6 +109,86 @@ def test_sglang_is_asked_for_ids_under_its_own_names(sglang: DoorServer) -> None
         plain = http.post("/chat/completions", json={"model": "policy", "messages": []}).json()["asked"]
     assert asked["return_prompt_token_ids"] is True
     assert plain == {"model": "policy", "messages": []}
+
+
+SGLANG_ANSWER = {
+    "id": "chat-1",
+    "object": "chat.completion",
+    "created": 7,
+    "model": "policy",
+    "choices": [
+        {
+            "index": 0,
+            "message": {
+                "role": "assistant",
+                "content": "sum",
+                "reasoning_content": "two numbers",
+                "tool_calls": [{"id": "a", "index": 0, "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}],
+            },
+            "logprobs": {"content": [{"token": "s", "bytes": [115], "logprob": -0.5, "top_logprobs": []}, {"token": "", "logprob": -0.25}]},
+            "finish_reason": "tool_calls",
+            "matched_stop": None,
+            "prompt_token_ids": [1, 2, 3],
+            "response_token_ids": [4, 5],
+        },
+        {
+            "index": 1,
+            "message": {"role": "assistant", "content": "no", "reasoning_content": None, "tool_calls": None},
+            "logprobs": {"content": [{"token": "no", "bytes": [110], "logprob": -1.5, "top_logprobs": []}]},
+            "finish_reason": "stop",
+            "matched_stop": 151645,
+            "prompt_token_ids": [1, 2, 3],
+            "response_token_ids": [6],
+        },
+    ],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6},
+    "metadata": {"weight_version": "0", "weight_versions": [{"version": "0", "start": 0, "end": 2}]},
+}
+
+
+def recorded(server: DoorServer, *, stream: bool) -> tuple[Any, list[Any]]:
+    """What the trainer records of one call of an app at the server, and what the app is given."""
+    app = openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="its own", max_retries=0)
+    route = Route(base_url=server.base_url, api_key=server.api_key, model="policy")
+    asked: dict[str, Any] = {"model": "gpt-4o-mini", "messages": [{"role": "user", "content": "1 + 1"}], "n": 2}
+    seen: list[Any] = []
+
+    @workflow
+    def solve() -> None:
+        answer = app.chat.completions.create(**asked, stream=stream)
+        seen.extend(answer if stream else [answer])
+
+    ensure()
+    with rollout(route=route) as handle:
+        solve()
+    (episode,) = handle.wait(20)
+    return episode.calls[0], seen
+
+
+def test_a_streamed_chat_at_sglang_is_recorded_as_an_unstreamed_one(sglang: DoorServer, scripted_sglang: Any) -> None:
+    """SGLang refuses a stream with ids: the door asks for it whole, and the app gets a stream."""
+    scripted_sglang.reply = SGLANG_ANSWER
+    plain, _ = recorded(sglang, stream=False)
+    streamed, chunks = recorded(sglang, stream=True)
+    assert [choice.token_ids for choice in streamed.choices] == [[4, 5], [6]]
+    assert (streamed.prompt_token_ids, streamed.exact, streamed.trainable) == ([1, 2, 3], True, True)
+    assert streamed.choices == plain.choices
+    assert (streamed.policy_version_start, streamed.policy_version_end) == (0, 0)
+    assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices if choice.index == 0) == "sum"
+    assert [call.function.arguments for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or ()] == [
+        '{"x": 1}'
+    ]
+    assert not any("response_token_ids" in str(chunk) or choice.logprobs for chunk in chunks for choice in chunk.choices)
+    asked = [body for path, body in scripted_sglang.got if path == "/v1/chat/completions"]
+    assert [body["stream"] for body in asked if "stream" in body][-1] is False
+
+
+def test_what_is_no_chat_completion_is_an_error_of_the_server(sglang: DoorServer, scripted_sglang: Any) -> None:
+    """A stream is not made of anything else."""
+    scripted_sglang.reply = {"choices": 3}
+    with client(sglang) as http:
+        answer = http.post("/chat/completions", json={"model": "policy", "messages": [], "return_token_ids": True, "stream": True})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "server_answer")
 
 
 @pytest.fixture

@@ -50,6 +50,8 @@ class Kind(Protocol):
     """What is passed through; nothing else is."""
     health_path: str | None
     """None: the server has no such route."""
+    whole_ids: frozenset[str]
+    """Paths on which the server tells the ids of chat completions only in a whole answer; the door makes streams of those."""
 
     async def prepare(self) -> dict[str, Any]:
         """Once, when the server is up: ``model`` (its name to clients), ``max_model_len`` where known, ``versions`` (whether it tells them

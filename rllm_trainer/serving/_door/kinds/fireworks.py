@@ -30,6 +30,7 @@ class Fireworks:
     get_paths: frozenset[str] = frozenset()
     post_paths = frozenset({"/v1/chat/completions", _TEXT})
     health_path: str | None = None
+    whole_ids: frozenset[str] = frozenset()
 
     def __init__(self, upstream: Upstream, flow: Flow, options: dict[str, Any]) -> None:
         self._upstream = upstream

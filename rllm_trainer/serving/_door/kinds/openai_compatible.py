@@ -18,6 +18,7 @@ class OpenAICompatible:
     get_paths = frozenset({"/v1/models"})
     post_paths = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
     health_path: str | None = None
+    whole_ids: frozenset[str] = frozenset()
 
     def __init__(self, upstream: Upstream, flow: Flow, options: dict[str, Any]) -> None:
         self._upstream = upstream

@@ -1,5 +1,7 @@
 """SGLang: its OpenAI routes pass, and are asked for ids under SGLang's own names; weights are loaded from a folder on a disk that both see.
 
+It refuses a streamed chat that asks for ids (0.5.23), so such a chat is asked for whole and streamed by the door.
+
 A swap is pause, load with its version and a flushed cache, continue. Running requests are retracted, so that they go on with keys and
 values of the new weights; ``wait`` lets them leave first. SGLang tells versions token by token itself.
 """
@@ -31,6 +33,7 @@ class SGLang:
     get_paths = frozenset({"/v1/models"})
     post_paths = frozenset({_CHAT, _TEXT, "/tokenize", "/detokenize"})
     health_path: str | None = "/health"
+    whole_ids = frozenset({_CHAT})
 
     def __init__(self, upstream: Upstream, flow: Flow, options: dict[str, Any]) -> None:
         self._upstream = upstream

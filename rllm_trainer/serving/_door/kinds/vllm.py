@@ -32,6 +32,7 @@ class Vllm:
     get_paths = frozenset({"/v1/models"})
     post_paths = frozenset({_CHAT, _TEXT, _RESPONSES, "/tokenize", "/detokenize"})
     health_path: str | None = "/health"
+    whole_ids: frozenset[str] = frozenset()
 
     def __init__(self, upstream: Upstream, flow: Flow, options: dict[str, Any]) -> None:
         self._upstream = upstream
