@@ -2,7 +2,9 @@
 
 Calls to the policy always ask, and a refusal is the app's error. Other endpoints are asked unless their host is known to be strict; there
 is no probe request: the first real call carries the fields, one that is refused with a 400, 403 or 422 naming an added field is sent
-once more untouched, and the refusal is remembered for that base URL, model and field.
+once more untouched, and the refusal is remembered for that base URL, model and field; one of a stream for streams only, since there are
+servers (SGLang) that tell ids of whole answers alone. Every server that tells ids is asked by the same names: vLLM's, which SGLang,
+Fireworks and our own server share; llama.cpp tells them beside its logprobs.
 """
 
 from __future__ import annotations
@@ -43,23 +45,26 @@ _FIELDS: Final[dict[Operation, dict[str, Any]]] = {
     "responses": {},
 }
 _STREAM_OPTIONS: Final = "stream_options"
+_NO_FIELDS: Final[frozenset[str]] = frozenset()
 
 
 class Refusals:
-    """Which field was refused by which model at which base URL, in this process."""
+    """Which field was refused by which model at which base URL, in this process: to any call, or to streams."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._fields: dict[tuple[str, str], frozenset[str]] = {}
+        self._fields: dict[tuple[str, str, bool], frozenset[str]] = {}
 
-    def of(self, base_url: str, model: str) -> frozenset[str]:
-        return self._fields.get((base_url, model), frozenset())
+    def of(self, base_url: str, model: str, *, stream: bool) -> frozenset[str]:
+        whole = self._fields.get((base_url, model, False), _NO_FIELDS)
+        return whole | self._fields.get((base_url, model, True), _NO_FIELDS) if stream else whole
 
-    def remember(self, base_url: str, model: str, fields: frozenset[str]) -> None:
+    def remember(self, base_url: str, model: str, fields: frozenset[str], *, stream: bool) -> None:
         with self._lock:
             if len(self._fields) >= _MAX_REMEMBERED:
                 self._fields.pop(next(iter(self._fields)))
-            self._fields[base_url, model] = self.of(base_url, model) | fields
+            key = (base_url, model, stream)
+            self._fields[key] = self._fields.get(key, _NO_FIELDS) | fields
 
     def clear(self) -> None:
         with self._lock:

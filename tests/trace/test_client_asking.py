@@ -81,6 +81,28 @@ def test_a_refused_asynchronous_call_is_replayed_too(kwargs: Any, recording: Any
     assert (call.attempts, call.choices[0].text, call.complete) == (2, "ok", True)
 
 
+@pytest.mark.parametrize(
+    ("order", "sent"),
+    [
+        ((STREAM, CREATE, STREAM), [True, False, True, False]),
+        ((CREATE, STREAM, CREATE), [True, False, False, False]),
+    ],
+    ids=["stream first", "whole first"],
+)
+def test_what_a_stream_is_refused_is_asked_of_whole_answers(order: Any, sent: list[bool], recording: Any) -> None:
+    """A refusal of a stream is remembered for streams, one of a whole answer for both."""
+    with ScriptedServer(refuses={"return_token_ids": UNKNOWN}) as server:
+
+        def app() -> None:
+            with client_of(server) as client:
+                for kwargs in order:
+                    answer: Any = client.chat.completions.create(**kwargs)
+                    list(answer)
+
+        recording.calls(app)
+    assert ["return_token_ids" in exchange.body for exchange in server.log][: len(sent)] == sent
+
+
 def test_a_refusal_is_remembered_for_its_model_and_base_url_only(recording: Any) -> None:
     """Another model at the same place is asked."""
     with ScriptedServer(refuses={"return_token_ids": UNKNOWN}) as server:
