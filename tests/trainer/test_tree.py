@@ -124,6 +124,30 @@ def test_a_long_lost_lineage_is_found_again_by_hash() -> None:
     assert len(tree.tokens) == 3 * (3 * 3)
 
 
+@pytest.mark.parametrize("lineages", [("same", "same"), ("one", "other")])
+def test_a_long_prompt_that_differs_at_its_beginning_continues_nothing(lineages: tuple[str, str]) -> None:
+    """600 equal tokens after another first one are stored again, and both prompts are read back as they were."""
+    same = [5] * 600
+    builder = TreeBuilder()
+    builder.place(0, ids(1, *same), [ids(7)], lineage=lineages[0])
+    builder.place(1, ids(2, *same, 7), [ids(8)], lineage=lineages[1])
+    tree = builder.finish()
+    assert tree.path(int(tree.reply_ends[0])).tolist() == [1, *same, 7]
+    assert tree.path(int(tree.reply_ends[1])).tolist() == [2, *same, 7, 8]
+    assert len(tree.tokens) == 602 + 603
+
+
+def test_equal_hashes_of_other_tokens_are_no_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a hash that does not see the order of tokens, [3 1] is not taken for a beginning of [1 3 4]."""
+    monkeypatch.setattr("rllm_trainer.tree._weights_for", lambda length: np.ones(length, np.uint64))
+    builder = TreeBuilder()
+    builder.place(0, ids(3, 1), [ids(2)], lineage="one")
+    builder.place(1, ids(1, 3, 4), [ids(2)], lineage="other")
+    builder.place(2, ids(3, 1, 2, 9), [ids(6)], lineage="third")
+    tree = builder.finish()
+    assert [tree.path(int(end)).tolist() for end in tree.reply_ends] == [[3, 1, 2], [1, 3, 4, 2], [3, 1, 2, 9, 6]]
+
+
 @pytest.mark.parametrize(
     "left, right, length",
     [([], [], 0), ([1], [], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 9, 3], 1), ([4], [5], 0)],
