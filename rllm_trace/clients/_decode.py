@@ -102,6 +102,7 @@ class UsageBody(msgspec.Struct, gc=False):
 
 _ABSENT: Final = msgspec.Raw()
 _NULL: Final = msgspec.Raw(b"null")
+_ID_MARK: Final = b'"id":'
 
 
 class ChoiceBody(msgspec.Struct, gc=False):
@@ -121,8 +122,9 @@ class ChoiceBody(msgspec.Struct, gc=False):
     """SGLang's name of ``stop_reason``."""
 
     def ids(self) -> list[Any] | None:
-        """The sampled ids, under either name, as ``ints`` gives them."""
-        return ints(self.token_ids or self.response_token_ids)
+        """The sampled ids, under either name, as ``ints`` gives them; else those beside llama.cpp's logprobs."""
+        raw = self.token_ids or self.response_token_ids
+        return ints(raw) if raw or _ID_MARK not in bytes(self.logprobs) else _beside(self.logprobs)
 
     def logprob_values(self) -> list[float | None] | None:
         """One number, or None, for each entry; None where there is no such list."""
@@ -147,7 +149,16 @@ class Body(msgspec.Struct, gc=False):
     error: Any = None
 
 
+class IdEntry(msgspec.Struct, gc=False):
+    id: int
+
+
+class IdsBody(msgspec.Struct, gc=False):
+    content: list[IdEntry]
+
+
 _logprobs = msgspec.json.Decoder(LogprobsBody).decode
+_beside_logprobs = msgspec.json.Decoder(IdsBody).decode
 _ints = msgspec.json.Decoder(list[int]).decode
 _metadata = msgspec.json.Decoder(Metadata).decode
 
@@ -165,6 +176,13 @@ def ints(raw: msgspec.Raw) -> list[Any] | None:
         return _ints(raw)
     except msgspec.ValidationError:
         return [bytes(raw).decode()]
+
+
+def _beside(logprobs: msgspec.Raw) -> list[Any] | None:
+    try:
+        return [entry.id for entry in _beside_logprobs(logprobs).content]
+    except msgspec.ValidationError:
+        return None
 
 
 def shown(raw: bytes, body: Body, keep: Keep) -> bytes:

@@ -14,7 +14,7 @@ from rllm_trace._wire import ReplyChoice, stream_events, whole_body
 from rllm_trace.clients._cut import CutError, cut, without
 from rllm_trace.clients._decode import Keep, Reply, read_body, read_reply, shown, shown_unread
 from rllm_trace.clients._events import EventReader
-from rllm_trace.types import Usage
+from rllm_trace.types import Logprobs, Usage
 
 FIXED = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """The same examples each time, however slow the machine is."""
@@ -93,6 +93,22 @@ def test_names_of_other_servers_are_read() -> None:
     different = {**choice, "index": 1, "prompt_token_ids": [9]}
     reply, _ = read_reply(json.dumps({"choices": [choice, different]}).encode(), STRIP)
     assert (reply.prompt_token_ids, reply.fault) == (None, "prompt ids differ within the reply")
+
+
+def test_ids_beside_logprobs_are_read() -> None:
+    """llama.cpp gives each sampled id with its logprob, and no ids of the prompt: such a call is recorded and cannot be exact."""
+    logprobs = (
+        b'{"content":[{"id":5,"token":"\\"id\\":9","bytes":[1],"logprob":-0.5,"top_logprobs":[{"id":7,"token":"b","logprob":-1.0}]},'
+        b'{"id":6,"token":"c","bytes":[2],"logprob":-0.25,"top_logprobs":[]}]}'
+    )
+    raw = b'{"choices":[{"index":0,"message":{"content":"a"},"finish_reason":"stop","logprobs":' + logprobs + b"}]}"
+    reply, rest = read_reply(raw, STRIP)
+    (choice,) = reply.choices
+    assert (choice.token_ids, choice.logprobs) == ([5, 6], Logprobs([-0.5, -0.25]))
+    assert reply.prompt_token_ids is None
+    assert json.loads(rest)["choices"][0]["logprobs"] is None
+    without_ids = raw.replace(b'{"id":5,', b"{").replace(b'{"id":6,', b"{").replace(b'{"id":7,', b"{")
+    assert [choice.token_ids for choice in read_reply(without_ids, STRIP)[0].choices] == [None]
 
 
 texts = st.text(max_size=12) | st.sampled_from(
