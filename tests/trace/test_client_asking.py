@@ -82,7 +82,7 @@ def test_a_refused_asynchronous_call_is_replayed_too(kwargs: Any, recording: Any
 
 
 @pytest.mark.parametrize(
-    ("order", "sent"),
+    "order, sent",
     [
         ((STREAM, CREATE, STREAM), [True, False, True, False]),
         ((CREATE, STREAM, CREATE), [True, False, False, False]),
