@@ -88,7 +88,7 @@ def test_a_path_is_read_back_whole_and_in_windows() -> None:
 
 def test_the_largest_child_comes_first() -> None:
     """It lies directly after its parent, so that the longer path is one run; equally large children go by their first token."""
-    tree = tree_of((0, [1], [[2], [9], [5]]), (1, [1, 9, 8], [[7]]))
+    tree = tree_of((0, [1], [[5], [9], [2]]), (1, [1, 9, 8], [[7]]))
     assert edges(tree) == [[], [1], [9], [8], [7], [2], [5]]
     assert tree.tops.tolist() == [0, 0, 0, 0, 0, 5, 6]
 
