@@ -8,6 +8,7 @@ the start and saved in the run folder, so what is not in it does not exist.
 from __future__ import annotations
 
 import difflib
+import math
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -103,7 +104,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Rows of one batch; a batch has ``batch_tasks * group_size`` rollouts."""
     shuffle: bool = True
     """Draw rows in a seeded order; False: in the order given. A generator's rows are always taken as they come."""
-    seed: int = 0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
     """Fixes task order, per-call seeds, evaluation intervals and the engine's random states."""
 
     lr: _NotNegative | None = None
@@ -157,7 +158,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Fields that override the app's own in redirected calls, such as {"temperature": 1.0}."""
     max_tokens: _Positive | None = None
     """Short for sampling={"max_tokens": ...}."""
-    max_model_len: _Positive | None = None
+    max_model_len: Annotated[int, msgspec.Meta(ge=2)] | None = None
     """Most tokens of prompt and reply together; None: what model and memory allow."""
     replaces: list[str] | None = None
     """Redirect only calls that ask for these model names; None: every chat, completion and responses call."""
@@ -377,7 +378,7 @@ def table(settings: Settings, given: Iterable[str]) -> list[SettingRow]:
 
 
 def _convert(given: Mapping[str, Any]) -> Settings:
-    values = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    values = {name: _builtin(value) for name, value in given.items()}
     if isinstance(values.get("replaces"), str):
         raise SettingError(
             f"replaces={values['replaces']!r}: got a string, expected a list of model names: replaces=[{values['replaces']!r}]"
@@ -398,14 +399,25 @@ def _convert(given: Mapping[str, Any]) -> Settings:
                 if name not in known:
                     raise SettingError(f"{nested}: " + _unknown(name, known))
     try:
-        return msgspec.convert(values, Settings)
+        settings = msgspec.convert(values, Settings)
     except msgspec.ValidationError as error:
         raise SettingError(_validation_words(str(error), given)) from None
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise SettingError(f"{name}={value}: expected a finite number")
+    return settings
+
+
+def _builtin(value: Any) -> Any:
+    """A path as text, a scalar of numpy as the number that it is."""
+    if isinstance(value, Path):
+        return str(value)
+    return value.item() if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)) else value
 
 
 def _validation_words(message: str, given: Mapping[str, Any]) -> str:
     what, _, path = message.partition(" - at ")
-    name = path.removeprefix("key in ").strip("`").removeprefix("$.")
+    name = path.rpartition(" in ")[2].strip("`").removeprefix("$.")
     top = name.split(".")[0].split("[")[0]
     expected = what[0].lower() + what[1:].replace("`", "")
     choices = _choices(top)
@@ -456,7 +468,7 @@ def _check_together(settings: Settings, given: Mapping[str, Any]) -> None:
 
 def _unknown(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
         return f"got the unknown setting {name!r}; did you mean {close[0]!r}?"
     return f"got the unknown setting {name!r}; the settings are {', '.join(names)}"

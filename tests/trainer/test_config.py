@@ -3,6 +3,7 @@
 import typing
 
 import msgspec
+import numpy as np
 import pytest
 
 from rllm_trainer.config import LoraSettings, Settings, SettingsKw, make_settings, table
@@ -41,7 +42,7 @@ def test_max_tokens_is_a_sampling_field():
 @pytest.mark.parametrize(
     "given, words",
     [
-        ({"learning_rate": 1e-5}, "got the unknown setting 'learning_rate'"),
+        ({"learning_rate": 1e-5}, "got the unknown setting 'learning_rate'; the settings are algorithm, "),
         ({"batch_task": 4}, "got the unknown setting 'batch_task'; did you mean 'batch_tasks'?"),
         ({"lr": "fast"}, "lr='fast': expected float | null, got str"),
         ({"lr": -1}, "lr=-1: expected float >= 0.0, got -1"),
@@ -62,6 +63,13 @@ def test_max_tokens_is_a_sampling_field():
         ({"quorum_grace": 3}, "quorum_grace=3 would have no effect: quorum=1 means no giving up of stragglers"),
         ({"schedule": "cosine", "steps": 4, "warmup_steps": 4}, "leaves no step for the cosine schedule: steps is 4"),
         ({"port": 70000}, "port=70000: expected int <= 65535"),
+        ({"lr": float("inf")}, "lr=inf: expected a finite number"),
+        ({"entropy_coef": float("nan")}, "entropy_coef=nan: expected a finite number"),
+        ({"rollout_timeout": float("inf")}, "rollout_timeout=inf: expected a finite number"),
+        ({"seed": -1}, "seed=-1: expected int >= 0"),
+        ({"seed": 1 << 63}, "seed=9223372036854775808: expected int <= 9223372036854775807"),
+        ({"max_model_len": 1}, "max_model_len=1: expected int >= 2"),
+        ({"faults": {"network": "train"}}, "faults={'network': 'train'}: invalid enum value 'network'"),
     ],
 )
 def test_what_cannot_take_effect_is_refused(given, words):
@@ -69,6 +77,15 @@ def test_what_cannot_take_effect_is_refused(given, words):
     with pytest.raises(SettingError) as caught:
         make_settings(given)
     assert words in str(caught.value)
+
+
+def test_scalars_of_numpy_are_numbers():
+    """What a sweep over ``np.logspace`` gives is a setting like any other."""
+    settings = make_settings({"lr": np.float64(0.25), "batch_tasks": np.int64(2), "shuffle": np.bool_(False)})
+    assert (settings.lr, settings.batch_tasks, settings.shuffle) == (0.25, 2, False)
+    assert type(settings.lr) is float
+    with pytest.raises(SettingError, match=r"expected int, got float"):
+        make_settings({"batch_tasks": np.float64(2.0)})
 
 
 def test_a_command_refuses_what_it_does_not_use():
