@@ -7,7 +7,7 @@ recorded under its span and never trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar, overload
 
 import msgspec
@@ -191,9 +191,7 @@ def _give_late(episode_id: str, given: list[Reward]) -> None:
     if known is None and recorder.writer.wait_idle(_HANDOVER):
         known = recorder.delivered.get(episode_id)
     held = replace_delivered(episode_id, lambda episode: with_rewards(episode, given)) > 0
-    for sink in recorder.episode_sinks:
-        if isinstance(sink, RewardSink):
-            held |= sink.give(episode_id, given)
+    held |= give_to_stores(episode_id, given)
     if known is not None:
         for sink in recorder.span_sinks:
             sink.put(_span(episode_id, *known, given))
@@ -203,6 +201,13 @@ def _give_late(episode_id: str, given: list[Reward]) -> None:
             f"no episode {episode_id!r} is held in this process any more; keep the list of collect(), or configure a store or an exporter"
         )
     counters.add("recorded", "late reward", len(given))
+
+
+def give_to_stores(episode_id: str, given: Sequence[Reward]) -> bool:
+    """Whether a store of this process has the episode, which now has the rewards there."""
+    stores = [sink for sink in recorder.episode_sinks if isinstance(sink, RewardSink)]
+    held = [sink.give(episode_id, given) for sink in stores]
+    return any(held)
 
 
 def _span(episode_id: str, trace_id: str, root_id: str, workflow: str, given: list[Reward]) -> Span:

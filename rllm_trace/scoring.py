@@ -6,7 +6,8 @@
     episode = scoring.ended([Reward(name="judge", value=value, span_id=scoring.span_id)])
 
 Calls inside keep their own endpoint and are never trained, as those of a reward that is called while the app runs. The span and its
-calls go to the exporters, into the trace of the episode; what ends after ``ended`` is counted as late.
+calls go to the exporters, into the trace of the episode, and the rewards to the app's own store; what ends after ``ended`` is counted as
+late.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rllm_trace._guard import counters, guard, warn_once
 from rllm_trace._instruments import ensure_instrumented
 from rllm_trace._open import OpenEpisode
 from rllm_trace._recorder import recorder
-from rllm_trace._rewards import facts_of
+from rllm_trace._rewards import facts_of, give_to_stores
 from rllm_trace._spans import Span, error_info, sources
 from rllm_trace.episodes import build_episode, with_rewards
 from rllm_trace.types import Episode, Reward, Trajectory
@@ -110,7 +111,11 @@ class Scoring:
                 "returns scores the episode. Return a dict to give several by name",
             )
         found = build_episode([*(span for span in spans if span.kind != "reward"), root])
-        return with_rewards(_with_calls(self._episode, found.trajectories), given)
+        scored = with_rewards(_with_calls(self._episode, found.trajectories), given)
+        if given:
+            with guard("exporter"):
+                give_to_stores(scored.id, given)
+        return scored
 
 
 def _with_calls(episode: Episode, found: Sequence[Trajectory]) -> Episode:

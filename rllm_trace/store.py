@@ -84,6 +84,8 @@ class Store:
         self._stem = new_stem()
         self._ids: dict[str, tuple[int, frozenset[str]]] = {}
         """Ids of segments by stem, with the size that the segment had then."""
+        self._written: set[str] = set()
+        """Ids in the segment that this process is writing."""
 
     def append(self, episode: Episode) -> None:
         """Writes the episode; it survives a kill of this process from then on. Raises OSError, with nothing written, for a full disk."""
@@ -93,6 +95,7 @@ class Store:
             payload = frame_of(row_of(disclose_episode(episode, self._disclosure)))
             with self._lock:
                 self._append(payload)
+                self._written.add(episode.id)
         except BaseException:
             self._lost += 1
             raise
@@ -112,7 +115,7 @@ class Store:
         if writer is not None and (writer.size >= self._segment_bytes or time.monotonic() - self._began >= self._segment_seconds):
             self._retire()
         if self._writer is None:
-            self._stem, self._began = new_stem(), time.monotonic()
+            self._stem, self._began, self._written = new_stem(), time.monotonic(), set()
             self._writer = LogWriter(self._folder.log_path(self._stem))
         self._writer.append(payload)
 
@@ -186,6 +189,8 @@ class Store:
 
     def has(self, episode_id: str) -> bool:
         """Whether the episode is in the store."""
+        if self._owner == os.getpid() and episode_id in self._written:
+            return True
         for segment in reversed(self._folder.segments()):
             size, known = self._ids.get(segment.stem, (-1, frozenset[str]()))
             if size != segment.size:

@@ -346,3 +346,40 @@ def test_add_reward_reaches_an_episode_in_the_store(tmp_path: Any) -> None:
     with pytest.raises(rllm.UnknownEpisodeError, match="configure a store or an exporter"):
         rllm.add_reward(0.7, name="human", episode_id="zz")
     assert [(episode.id, episode.reward) for episode in Store(tmp_path)] == [(first, 0.7)]
+
+
+def test_rewards_of_scoring_reach_the_apps_own_store(tmp_path: Any) -> None:
+    """Where whoever runs the app scores its episodes afterwards, the store that the app configured has the rewards, too."""
+    from rllm_trace.scoring import Scoring
+    from rllm_trace.store import Store
+
+    rllm.configure(store=tmp_path)
+    app = rllm.workflow(lambda: None)
+    with rollout() as handle:
+        app()
+    (episode,) = handle.wait(20)
+    scoring = Scoring(episode, "judge")
+    with scoring.running():
+        value = 0.25
+    scoring.ended([rllm.Reward(name="judge", value=value, span_id=scoring.span_id)])
+    assert rllm.flush()
+    (stored,) = Store(tmp_path)
+    assert (stored.id, [(reward.name, reward.value) for reward in stored.rewards], stored.reward) == (episode.id, [("judge", 0.25)], 0.25)
+
+
+def test_whether_a_store_has_an_episode_is_known_without_reading_what_it_writes(tmp_path: Any) -> None:
+    """The segment of another process is read, the own one not."""
+    from rllm_trace.store import Store
+
+    with rllm.collect() as episodes:
+        rllm.workflow(lambda: None)()
+    with Store(tmp_path) as store, Store(tmp_path) as other:
+        assert not store.has(episodes[0].id)
+        store.append(episodes[0])
+        (log,) = (tmp_path / "log").iterdir()
+        assert other.has(episodes[0].id)
+        kept = log.read_bytes()
+        log.write_bytes(b"")
+        assert store.has(episodes[0].id)
+        log.write_bytes(kept)
+    assert Store(tmp_path).has(episodes[0].id)
