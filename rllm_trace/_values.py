@@ -13,6 +13,9 @@ from rllm_trace.types import Reward
 __all__ = ["number", "rewards_of"]
 
 _FIX = "return a finite number, a bool, a dict of them by name, or rllm.Reward"
+_LARGEST = 1e18
+"""Scores are compared in float32, which holds no square of more."""
+_TOO_LARGE = f"scores are compared as float32: scale it to at most {_LARGEST:g}"
 
 
 def rewards_of(result: Any, name: str, weight: float, *, target: str | None, span_id: str | None) -> list[Reward]:
@@ -43,22 +46,31 @@ def rewards_of(result: Any, name: str, weight: float, *, target: str | None, spa
 
 
 def number(value: Any, name: str) -> float:
-    """``value`` as a finite float: a number, a bool, or a numpy or torch scalar."""
+    """``value`` as a finite float of at most 1e18 either way: a number, a bool, a decimal, or a numpy or torch scalar."""
     plain = value
     if not isinstance(plain, numbers.Real) and not isinstance(plain, (str, bytes)) and callable(getattr(plain, "item", None)):
         try:
             plain = plain.item()
         except Exception as error:
             raise RewardError(f"the reward {name!r} got a {type(value).__name__} that is no single number; {_FIX}") from error
-    if not isinstance(plain, numbers.Real):
+    if not isinstance(plain, numbers.Real) and not _is_decimal(plain):
         raise RewardError(f"the reward {name!r} got {_shown(value)}; {_FIX}")
     try:
-        found = float(plain)
-    except (OverflowError, ValueError) as error:
+        found = float(cast("Any", plain))
+    except OverflowError as error:
+        raise RewardError(f"the reward {name!r} got {_shown(value)}; {_TOO_LARGE}") from error
+    except Exception as error:
         raise RewardError(f"the reward {name!r} got {_shown(value)}; {_FIX}") from error
     if not math.isfinite(found):
         raise RewardError(f"the reward {name!r} got {found}; {_FIX}")
+    if abs(found) > _LARGEST:
+        raise RewardError(f"the reward {name!r} got {found}; {_TOO_LARGE}")
     return found
+
+
+def _is_decimal(value: object) -> bool:
+    """A number of the numeric tower's root that is not complex."""
+    return isinstance(value, numbers.Number) and not isinstance(value, numbers.Complex)
 
 
 def _shown(value: Any) -> str:

@@ -123,7 +123,7 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     value: float
-    """Finite; a bool became 0.0 or 1.0."""
+    """Finite, at most 1e18 either way; a bool became 0.0 or 1.0."""
     weight: float = 1.0
     """Its share in the total of its scope: total = sum(weight * value)."""
     target: str | None = None

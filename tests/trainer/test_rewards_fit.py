@@ -4,6 +4,7 @@ import asyncio
 import functools
 import sys
 import types
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -86,7 +87,7 @@ def test_a_parameter_that_nothing_fills_is_refused():
 
 @pytest.mark.parametrize(
     "value, expected",
-    [(0.5, 0.5), (1, 1.0), (True, 1.0), (np.float32(0.25), 0.25), (np.bool_(False), 0.0), (np.array(2.0), 2.0)],
+    [(0.5, 0.5), (1, 1.0), (True, 1.0), (np.float32(0.25), 0.25), (np.bool_(False), 0.0), (np.array(2.0), 2.0), (Decimal("0.5"), 0.5)],
 )
 def test_numbers_are_converted(value, expected):
     """Numbers, bools and scalars of numpy become floats."""
@@ -106,7 +107,7 @@ def test_dicts_and_rewards_name_themselves():
     assert read_value(judge, Reward(name="own", value=1, weight=0.5)) == [Reward(name="own", value=1.0, weight=0.5)]
 
 
-@pytest.mark.parametrize("value", [None, "1.0", float("nan"), float("inf"), [1.0, 2.0], {"a": None}, {}, object()])
+@pytest.mark.parametrize("value", [None, "1.0", float("nan"), float("inf"), [1.0, 2.0], {"a": None}, {}, object(), Decimal("NaN"), 1j])
 def test_what_is_no_number_is_refused(value):
     """None, text, NaN and the like are refused with the reward's name."""
 
@@ -114,6 +115,17 @@ def test_what_is_no_number_is_refused(value):
 
     with pytest.raises(BadReward, match="exact"):
         read_value(RewardFunction(exact), value)
+
+
+@pytest.mark.parametrize("value", [1.1e18, -1e39, 10**400, {"a": 1e300}])
+def test_what_float32_cannot_compare_is_refused(value):
+    """A score whose square float32 does not hold would make a group's advantages 0 or NaN; it is told to be scaled."""
+
+    def money(output): ...
+
+    assert read_value(RewardFunction(money), 1e18) == [Reward(name="money", value=1e18)]
+    with pytest.raises(BadReward, match=r"money.*scale it to at most 1e\+18"):
+        read_value(RewardFunction(money), value)
 
 
 def test_a_given_name_is_not_given_again():
