@@ -57,7 +57,7 @@ test-versions: setup  ## Run the SDK's tests on the oldest and newest openai, Op
 
 PEERS := .venv-peers
 
-test-peers: setup  ## Run tests/peers beside each other instrumentation of the OpenAI client (PEER=name: that one), each in an environment of its own
+test-peers: setup  ## Run the tests beside other instrumentations of the OpenAI client and with agent frameworks (PEER=name: that one), each in an environment of its own
 	@$(BIN)/python tools/peers.py $(PEERS) $(PEER)
 
 # vLLM pins other versions than the trainer does.
