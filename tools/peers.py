@@ -2,8 +2,8 @@
 
     peers.py FOLDER [NAME ...]
 
-Environments are made in ``FOLDER``, one for each name of the tables, and kept; this checkout is installed into them as a user has it, not as
-an editable one. What cannot be installed fails, and so does what fails its tests; the others are run all the same.
+Environments are made in ``FOLDER``, one for each name of the tables, and kept; this checkout is installed into them as a user has it, not
+as an editable one. What cannot be installed fails, and so does what fails its tests; the others are run all the same.
 """
 
 import os
