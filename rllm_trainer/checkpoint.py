@@ -196,6 +196,8 @@ def _require_settings(path: Path) -> None:
 
 def _path(setting: str, given: Any, expected: str) -> Path:
     """The folder that a setting names. Raises ``CheckpointError`` for what no folder can be named."""
+    if given == "":
+        raise CheckpointError(f"got {setting}='', which names no folder; expected {expected}, or '.' for the working folder")
     try:
         Path(given).stat()
     except (TypeError, ValueError) as error:

@@ -8,6 +8,7 @@ mappings. A required parameter without a column is an error that lists both side
 from __future__ import annotations
 
 import collections.abc
+import copy
 import inspect
 import typing
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ import msgspec
 
 from rllm_trainer.exceptions import AppArgumentsError
 
-__all__ = ["Arguments", "Binder", "app_name"]
+__all__ = ["Arguments", "Binder", "app_name", "own_row"]
 
 _MAPPINGS = (dict, Mapping, collections.abc.MutableMapping)
 _WHOLE_ROW = "row"
@@ -35,6 +36,14 @@ def app_name(app: Callable[..., Any]) -> str:
     """What messages call it: its qualified name, a partial's function's, or its class's."""
     inner = getattr(app, "func", app)
     return str(getattr(inner, "__qualname__", None) or type(inner).__qualname__)
+
+
+def own_row(row: Any) -> Any:
+    """A copy that an app may change, such as a list of messages that it appends to; the row itself where it cannot be copied."""
+    try:
+        return copy.deepcopy(row)
+    except Exception:  # noqa: BLE001 - whatever a value's own copying raises
+        return row
 
 
 class Binder:

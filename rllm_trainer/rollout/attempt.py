@@ -22,7 +22,7 @@ from rllm_trace.routing import Endpoint, Route
 from rllm_trace.types import Episode
 from rllm_trainer.exceptions import RewardError
 from rllm_trainer.rollout.app import consumed, drained
-from rllm_trainer.rollout.arguments import Arguments
+from rllm_trainer.rollout.arguments import Arguments, own_row
 from rllm_trainer.rollout.faults import Verdict, describe, judge, leaves_gradient
 from rllm_trainer.rollout.lane import Lane, LaneTask, stack_of_thread
 from rllm_trainer.rollout.rewards import RewardPlan, Scored, given_rewards, total_reward
@@ -225,7 +225,7 @@ class Attempt:
             return task.done.result()
 
         due = self._plan.due(episode, error)
-        return scored_by(due, episode, output=output, row=self.job.row, error=error, awaited=awaited)
+        return scored_by(due, episode, output=output, row=own_row(self.job.row), error=error, awaited=awaited)
 
     def _outcome(self, verdict: Verdict, episode: Episode | None, scored: Scored, extra: list[Episode]) -> Outcome:
         return Outcome(verdict=verdict, episode=episode, scored=scored, extra_episodes=extra, seconds=time.monotonic() - self.started)

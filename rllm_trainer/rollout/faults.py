@@ -1,12 +1,14 @@
 """How a rollout ended in, whose fault it was out.
 
-Infrastructure faults (our deadline, a 5xx, a broken connection) and the app's own (it failed before its first exact call) leave
-the gradient, not the denominators. What the policy caused (the context ran over, a step limit, an action that could not be
-parsed) is trained, with the reward function's word or 0. Only infrastructure faults that raised are worth a new attempt.
+Infrastructure faults (our deadline, a 5xx, a broken connection, a machine out of memory, files, threads or disk) and the app's own (it
+failed before its first exact call) leave the gradient, not the denominators. What the policy caused (the context ran over, a step limit,
+an action that could not be parsed) is trained, with the reward function's word or 0. Only infrastructure faults that raised are worth a
+new attempt.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -38,6 +40,10 @@ _CONNECTION_TYPES = frozenset(
 )
 """Class names of openai's, httpx's and httpcore's connection errors; by name, because no client is imported for it."""
 _CLIENT_MODULES = ("openai", "httpx", "httpx2", "httpcore")
+_SPENT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EIO})
+"""Error numbers of a machine that has run out of something, or whose disk fails."""
+_NO_THREAD = "can't start new thread"
+"""CPython's words, of a ``RuntimeError``."""
 _RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
 _APP_STATUS = frozenset({401, 403, 404, 405})
 _LONGEST_MESSAGE = 300
@@ -82,7 +88,7 @@ def judge_recorded(episode: Episode) -> Verdict:
     if error is None or episode.termination != "failed":
         return judge(error=None, deadline=None, episode=episode)
     what = f"the app raised {error.type}: {' '.join(error.message.split())[:_LONGEST_MESSAGE]}"
-    if _is_below(error) or _last_broken_call(episode) is not None:
+    if _is_below(error) or _was_machine(error) or _last_broken_call(episode) is not None:
         return Verdict(fault="infrastructure", reason=what)
     if error.status_code in _APP_STATUS or error.type.startswith(f"{RllmError.__module__}."):
         return Verdict(fault="app", reason=what)
@@ -106,7 +112,7 @@ def describe(error: BaseException) -> str:
 
 def _judge_error(error: BaseException, episode: Episode | None) -> Verdict:
     what = describe(error)
-    if any(_is_connection(e) or _is_server_status(_status(e)) for e in _chain(error)):
+    if any(_is_connection(e) or _is_machine(e) or _is_server_status(_status(e)) for e in _chain(error)):
         return Verdict(fault="infrastructure", reason=f"the app raised {what}", retry=True)
     if any(_status(e) in _APP_STATUS or isinstance(e, RllmError) for e in _chain(error)):
         return Verdict(fault="app", reason=f"the app raised {what}")
@@ -135,6 +141,13 @@ def _is_connection(error: BaseException) -> bool:
     return any(kind.__name__ in _CONNECTION_TYPES and kind.__module__.split(".")[0] in _CLIENT_MODULES for kind in type(error).__mro__)
 
 
+def _is_machine(error: BaseException) -> bool:
+    """Whether the machine that the app ran on had too little of something."""
+    if isinstance(error, OSError):
+        return error.errno in _SPENT
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_THREAD in str(error.args))
+
+
 def _status(error: BaseException) -> int | None:
     status = getattr(error, "status_code", None)
     return status if isinstance(status, int) and not isinstance(status, bool) else None
@@ -153,6 +166,15 @@ def _last_broken_call(episode: Episode | None) -> ModelCall | None:
         if calls and calls[-1].error is not None and _is_below(calls[-1].error):
             return calls[-1]
     return None
+
+
+def _was_machine(error: ErrorInfo) -> bool:
+    """``_is_machine`` of what is on record."""
+    return (
+        error.type == MemoryError.__name__
+        or (error.type == RuntimeError.__name__ and _NO_THREAD in error.message)
+        or (error.type == OSError.__name__ and any(error.message.startswith(f"[Errno {number}]") for number in _SPENT))
+    )
 
 
 def _is_below(error: ErrorInfo) -> bool:

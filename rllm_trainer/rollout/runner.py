@@ -20,7 +20,7 @@ import msgspec
 
 from rllm_trace.types import Episode
 from rllm_trainer.rollout.app import as_workflow, is_async
-from rllm_trainer.rollout.arguments import Binder
+from rllm_trainer.rollout.arguments import Binder, own_row
 from rllm_trainer.rollout.attempt import Attempt, Conditions, Job, Outcome
 from rllm_trainer.rollout.faults import Verdict
 from rllm_trainer.rollout.lane import Lane
@@ -122,7 +122,7 @@ class Runner:
             number,
             app=self._app,
             is_async=self._is_async,
-            arguments=self.binder.bind(job.row),
+            arguments=self.binder.bind(own_row(job.row)),
             plan=self.plan,
             conditions=conditions,
             lane=self.lane,

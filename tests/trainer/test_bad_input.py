@@ -99,6 +99,7 @@ def test_a_wrong_model_path(tmp_path):
     [
         ({"model": 3}, "got model=3 of type int; expected a Hugging Face model folder"),
         ({"output_dir": 3}, "got output_dir=3, which is no path"),
+        ({"output_dir": ""}, "got output_dir='', which names no folder"),
         ({"output_dir": "a\0b"}, "got output_dir='a\\x00b', which is no path"),
         ({"output_dir": "x" * 300}, f"got output_dir='{'x' * 40}'..., a name too long for a file"),
         ({"resume": 3}, "got resume=3, which is no path"),

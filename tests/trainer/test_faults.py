@@ -1,11 +1,15 @@
 """Whose fault a rollout's end was."""
 
+import errno
+
+import msgspec
 import openai
 import pytest
 
+from rllm_trace._spans import error_info
 from rllm_trace.exceptions import CallRefusedError
 from rllm_trace.types import Choice, Episode, ErrorInfo, Logprobs, ModelCall, TokenIds, Trajectory
-from rllm_trainer.rollout.faults import Verdict, describe, judge, leaves_gradient
+from rllm_trainer.rollout.faults import Verdict, describe, judge, judge_recorded, leaves_gradient
 
 
 def call(*, exact=True, complete=True, error=None, endpoint="policy", started=1):
@@ -111,6 +115,26 @@ def test_an_app_that_fails_after_an_exact_call():
 def test_context_overflow_is_the_policys():
     """A 400 after an exact call (the context ran over) is the policy's."""
     assert judge(error=api_error(openai.BadRequestError, 400), deadline=None, episode=episode(call())).fault == "policy"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.EMFILE, "Too many open files"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("can't start new thread"),
+    ],
+)
+def test_a_machine_out_of_something_is_infrastructure(error):
+    """Memory, files, disk and threads are the machine's, after exact calls too, live and on record; another OSError is the policy's."""
+    live = judge(error=error, deadline=None, episode=episode(call()))
+    assert (live.fault, live.retry) == ("infrastructure", True)
+    failed = msgspec.structs.replace(episode(call()), termination="failed", error=error_info(error))
+    assert judge_recorded(failed).fault == "infrastructure"
+    missing = FileNotFoundError(errno.ENOENT, "No such file or directory")
+    assert judge(error=missing, deadline=None, episode=episode(call())).fault == "policy"
+    assert judge_recorded(msgspec.structs.replace(failed, error=error_info(missing))).fault == "policy"
 
 
 def test_refused_keys_are_the_apps():

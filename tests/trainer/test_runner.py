@@ -77,6 +77,39 @@ def one(output):
     return 1.0
 
 
+def test_an_app_may_change_its_row(server):
+    """Each rollout and each reward has a row of its own: what one appends to its messages, no other sees; on record is the row."""
+    row = {"messages": [{"role": "user", "content": "hi"}]}
+    seen = []
+
+    def app(messages):
+        seen.append(len(messages))
+        messages.append({"role": "assistant", "content": say(client_of(server))})
+
+    def appends(messages):
+        messages.append("scored")
+        return float(len(messages))
+
+    found = run(app, jobs(3, row), reward=appends, route=route_to(server))
+    assert seen == [1, 1, 1]
+    assert [rollout.reward for rollout in found] == [2.0, 2.0, 2.0]
+    assert [rollout.row for rollout in found] == [{"messages": [{"role": "user", "content": "hi"}]}] * 3
+
+
+def test_a_row_that_cannot_be_copied_is_given_as_it_is(server):
+    """A lock in a row is the same lock in every rollout."""
+    lock = threading.Lock()
+
+    def app(lock):
+        say(client_of(server))
+        return lock
+
+    (found,) = run(
+        app, jobs(1, {"lock": lock}), reward=lambda output, row: float(output is lock and row["lock"] is lock), route=route_to(server)
+    )
+    assert found.reward == 1.0
+
+
 def test_sync_apps_run_in_as_many_threads_as_asked():
     """Forty sync apps that all wait for each other end: they are there at the same time."""
     together = threading.Barrier(40)
