@@ -2,9 +2,10 @@
 
 Each rollout of the app waits as a slow tool would, lognormally (median 2 s, 99th percentile 20 s; seeded by row and rollout), and asks
 the model once. Server, engine, corrections and swaps are the real ones, on the tiny model; both runs have the same rows, seeds, quorum
-and concurrency. The reward after the run is held-out, sampled; the starts of engine and server are not counted.
+and concurrency, which is as many rollouts as the runs ahead ever have open. The reward after the run is held-out, sampled; the starts of engine
+and server are not counted.
 
-    python benchmarks/staleness.py                        # three seeds, twelve steps each: about fifteen minutes
+    python benchmarks/staleness.py                        # three seeds, 24 steps each: about 35 minutes
     python benchmarks/staleness.py --seeds 0 --steps 6
 """
 
@@ -97,9 +98,9 @@ def run(staleness: int, seed: int, steps: int, folder: Path, options: argparse.N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--staleness", type=int, default=1)
-    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--staleness", type=int, default=2)
+    parser.add_argument("--concurrency", type=int, default=96)
     parser.add_argument("--quorum", type=float, default=1.0)
     options = parser.parse_args()
     found: list[tuple[dict[str, float], dict[str, float]]] = []
