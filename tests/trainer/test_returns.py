@@ -36,8 +36,8 @@ def test_a_reply_that_two_others_continue_gets_their_mean_over_ends() -> None:
     right = make_call("m", [1, 7, 3], [8])
     ends = [make_call("m1", [1, 7, 3, 8, 4], [9]), make_call("m2", [1, 7, 3, 8, 5], [9])]
     episode = make_episode(root, left, right, *ends)
-    found = returns(episode, own={"l": 3.0, "m1": 6.0, "m2": 0.0}, final={"main": None}, discount=1.0)
-    assert (found["m", 0], found["r", 0]) == (3.0, 3.0)
+    found = returns(episode, own={"l": 6.0, "m1": 3.0, "m2": 0.0}, final={"main": None}, discount=1.0)
+    assert (found["m", 0], found["r", 0]) == (1.5, 3.0)
     assert returns(episode, own={}, final={"main": 1.0}, discount=1.0) == dict.fromkeys(found, 1.0)
 
 
