@@ -6,6 +6,7 @@ ended, where it was sampled out or tracing is off. What the client then does is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from rllm_trace._calldata import CallData
@@ -50,7 +51,14 @@ class OpenCall:
 
     def end(self, data: CallData) -> None:
         """The call has ended, well or badly. Exactly once; a second time is counted and changes nothing. Never raises."""
-        with guard("call"):
+        self._end(data, None)
+
+    def end_later(self, make: Callable[[], CallData]) -> None:
+        """The same, with a record that is made beside the app; ``make`` never raises, and sees nothing that the app may change."""
+        self._end(None, make)
+
+    def _end(self, data: CallData | None, make: Callable[[], CallData] | None) -> None:
+        try:
             if self._ended:
                 counters.add("dropped", "second end of a call")
                 return
@@ -58,7 +66,10 @@ class OpenCall:
             span = self.span
             span.ended = sources.now()
             span.call = data
+            span.pending = make
             self.scope.episode.end(span)
+        except Exception as error:  # noqa: BLE001 - as in ``guard``, a step cheaper
+            guard.count("call", error)
 
 
 @guard("call")

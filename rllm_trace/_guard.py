@@ -86,7 +86,7 @@ class guard:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         if not isinstance(error, Exception):
             return False
-        self._count(error)
+        self.count(self._kind, error)
         return True
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R | None]:
@@ -95,15 +95,17 @@ class guard:
             try:
                 return function(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the one place where our faults end
-                self._count(error)
+                self.count(self._kind, error)
                 return None
 
         return guarded
 
-    def _count(self, error: Exception) -> None:
-        counters.add("faults", self._kind)
-        if counters.first(f"fault:{self._kind}"):
-            _log.warning("a fault of rllm_trace in %r was kept from the app; more are only counted", self._kind, exc_info=error)
+    @staticmethod
+    def count(kind: str, error: Exception) -> None:
+        """Counts a fault that an ``except`` of its own has kept from the app."""
+        counters.add("faults", kind)
+        if counters.first(f"fault:{kind}"):
+            _log.warning("a fault of rllm_trace in %r was kept from the app; more are only counted", kind, exc_info=error)
 
 
 def warn_once(key: str, message: str, *, stacklevel: int = 3) -> None:

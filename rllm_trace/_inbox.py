@@ -64,6 +64,7 @@ class Inbox:
         self._open: dict[str, OpenEpisode] = {}
         self._changed = threading.Condition()
         self._wakers: list[Callable[[], None]] = []
+        self._waiting = 0
 
     def add(self, episode: OpenEpisode) -> None:
         """An episode has started for this inbox."""
@@ -82,6 +83,16 @@ class Inbox:
             with guard("waiter"):  # its event loop may have been closed meanwhile
                 wake()
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for the episodes that are open."""
+        return bool(self._waiting or self._wakers)
+
+    def _hurry(self) -> None:
+        for episode in self._open.values():
+            episode.hurry()
+            return
+
     def open_episodes(self) -> list[OpenEpisode]:
         """Those that have started and have not been delivered."""
         with self._changed:
@@ -90,7 +101,12 @@ class Inbox:
     def wait(self, timeout: float) -> bool:
         """Blocks until none is open. False: the deadline came first."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._open, max(0.0, timeout))
+            self._waiting += 1
+            self._hurry()
+            try:
+                return self._changed.wait_for(lambda: not self._open, max(0.0, timeout))
+            finally:
+                self._waiting -= 1
 
     async def wait_async(self, timeout: float) -> bool:  # noqa: ASYNC109 - ends by delivering, not by cancelling
         """The same without blocking the event loop."""
@@ -106,6 +122,7 @@ class Inbox:
             if not self._open:
                 return True
             self._wakers.append(wake)
+            self._hurry()
         try:
             await asyncio.wait((empty,), timeout=max(0.0, timeout))
             return not self._open

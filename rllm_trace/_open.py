@@ -63,6 +63,10 @@ class Keeper(Protocol):
         """The episode has ended; told once."""
         ...
 
+    def hurry(self) -> None:
+        """Somebody waits for what has ended."""
+        ...
+
 
 class OpenEpisode:
     """One run of a workflow, from its start until its record is made."""
@@ -278,6 +282,10 @@ class OpenEpisode:
     def let_go(self) -> None:
         """After the delivery: a context that lives on, in a thread say, keeps none of the records alive."""
         self.spans, self.inboxes, self.rollout = [], (), None
+
+    def hurry(self) -> None:
+        """Somebody waits for its record."""
+        self._keeper.hurry()
 
     @property
     def open_spans(self) -> int:

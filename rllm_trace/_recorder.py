@@ -19,7 +19,7 @@ from rllm_trace._context import current
 from rllm_trace._guard import counters, guard
 from rllm_trace._inbox import Inbox, reset_lists
 from rllm_trace._open import OpenEpisode
-from rllm_trace._spans import Span
+from rllm_trace._spans import Span, made
 from rllm_trace._writer import Writer
 from rllm_trace.episodes import build_episode
 from rllm_trace.types import Episode, Reward
@@ -58,7 +58,7 @@ class SpanSink(Protocol):
     """Takes finished spans one by one: a batch processor before an exporter."""
 
     def put(self, span: Span) -> None:
-        """Called on the app's thread: keeps the reference, nothing more."""
+        """Called on the app's thread, or, if the sink has an attribute ``later`` that is true, on the writer's: keeps the reference."""
         ...
 
     def flush(self, timeout: float) -> bool: ...
@@ -90,7 +90,8 @@ class Recorder:
         self.disabled = False
         self._watches_forks = False
         self._reset()
-        self.span_sinks: tuple[SpanSink, ...] = ()
+        self._sinks_at_once: tuple[SpanSink, ...] = ()
+        self._sinks_later: tuple[SpanSink, ...] = ()
         self.episode_sinks: tuple[EpisodeSink, ...] = ()
         self.sample = 1.0
         self.tokens: bool | None = None
@@ -117,9 +118,19 @@ class Recorder:
         self.open_episodes: dict[str, OpenEpisode] = {}
         self._lock = threading.RLock()
         self._dropped = 0
-        self.writer = Writer(self._deliver, _MAX_QUEUED)
+        self.writer = Writer(self._take, self._deliver, _MAX_QUEUED)
 
     # what is recorded
+
+    @property
+    def span_sinks(self) -> tuple[SpanSink, ...]:
+        """Where spans go."""
+        return self._sinks_at_once + self._sinks_later
+
+    @span_sinks.setter
+    def span_sinks(self, sinks: tuple[SpanSink, ...]) -> None:
+        self._sinks_later = tuple(sink for sink in sinks if getattr(sink, "later", False))
+        self._sinks_at_once = tuple(sink for sink in sinks if sink not in self._sinks_later)
 
     def check_environment(self) -> None:
         """Reads RLLM_DISABLED, and looks out for forks; done whenever recording is asked for, never at import."""
@@ -194,13 +205,23 @@ class Recorder:
         if episode.remote and self.home is not None:
             _add_identity(span, episode)
             with guard("home"):
-                self.home.put(span)
+                self.home.put(made(span))
             return
+        sinks: tuple[SpanSink, ...] = ()
         if episode.exported:
             _add_identity(span, episode)
-            for sink in self.span_sinks:
+            sinks = self._sinks_later
+            for sink in self._sinks_at_once:
                 with guard("exporter"):
-                    sink.put(span)
+                    sink.put(made(span))
+        if sinks or span.pending is not None:
+            self.writer.take(span, sinks)
+
+    def _take(self, span: Span, sinks: tuple[SpanSink, ...]) -> None:
+        made(span)
+        for sink in sinks:
+            with guard("exporter"):
+                sink.put(span)
 
     def came_late(self, episode: OpenEpisode, span: Span) -> None:
         counters.add("late", "episode" if span.span_id == episode.root.span_id else span.kind)
@@ -209,9 +230,12 @@ class Recorder:
     def returned(self, episode: OpenEpisode) -> None:
         self.writer.settle(episode, self.settle)
 
+    def hurry(self) -> None:
+        self.writer.hurry()
+
     def done(self, episode: OpenEpisode) -> None:
         self.open_episodes.pop(episode.id, None)
-        if self.writer.put(episode):
+        if self.writer.put(episode, now=any(inbox.is_awaited for inbox in episode.inboxes)):
             return
         if episode.inboxes:
             self._deliver(episode)
@@ -230,7 +254,7 @@ class Recorder:
                 episode.root.facts[A.EPISODE_METADATA] = dict(episode.metadata)
             if episode.parent_episode_id is not None:
                 episode.root.facts[A.PARENT_EPISODE_ID] = episode.parent_episode_id
-            record = build_episode([*episode.spans, episode.root])
+            record = build_episode([*map(made, episode.spans), episode.root])
         if record is None:
             counters.add("failed", "episode")
         else:

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Generator
 from typing import Any, Final, Literal
@@ -20,7 +21,7 @@ import msgspec
 from rllm_trace._calldata import CallData
 from rllm_trace.types import ErrorInfo
 
-__all__ = ["Sources", "Span", "SpanKind", "error_info", "sources", "use_sources"]
+__all__ = ["Sources", "Span", "SpanKind", "error_info", "made", "sources", "use_sources"]
 
 SpanKind = Literal["workflow", "agent", "tool", "reward", "chat", "other"]
 
@@ -114,6 +115,8 @@ class Span(msgspec.Struct, kw_only=True):
     error: ErrorInfo | None = None
     call: CallData | None = None
     """What the client knows of a call; None for other kinds, and for a call that has not ended."""
+    pending: Callable[[], CallData] | None = None
+    """Makes ``call`` of what was received; ``made`` sees to it, beside the app. None: there is nothing to make."""
     number: int = 0
     """Of a call: its number in its trajectory, from 0."""
     facts: dict[str, Any] = {}
@@ -124,6 +127,20 @@ class Span(msgspec.Struct, kw_only=True):
     def copy(self) -> Span:
         """A copy that later changes of an open span do not reach."""
         return msgspec.structs.replace(self, facts=dict(self.facts))
+
+
+_making: Final = threading.RLock()
+
+
+def made(span: Span) -> Span:
+    """The span, its ``call`` made if it was still to be made; by any thread, as often as wanted."""
+    if span.pending is not None:
+        with _making:
+            make = span.pending
+            if make is not None:
+                span.call = make()
+                span.pending = None
+    return span
 
 
 def error_info(error: BaseException) -> ErrorInfo:

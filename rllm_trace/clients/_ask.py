@@ -9,6 +9,7 @@ Fireworks and our own server share; llama.cpp tells them beside its logprobs.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Mapping
 from types import NoneType
@@ -86,6 +87,7 @@ class Asking:
         self.keep = keep
 
 
+@functools.lru_cache(maxsize=1_024)
 def is_strict(host: str) -> bool:
     """Whether ``host`` is one that is never asked on its own account."""
     host = host.lower().rstrip(".")
@@ -94,6 +96,20 @@ def is_strict(host: str) -> bool:
 
 def ask(body: Mapping[str, Any], operation: Operation, refused: frozenset[str], *, policy: bool) -> Asking:
     """Adds to ``body`` what asks for tokens, fields in ``refused`` excepted. The app's own fields stay as they are, or grow."""
+    if _STREAM_OPTIONS not in body and all(body.get(field) is None for field in _FIELDS[operation]):
+        adds, asking = _usual(operation, refused, bool(body.get("stream")), policy)
+        return Asking({**body, **adds}, asking.added, asking.keep)
+    return _ask(body, operation, refused, policy)
+
+
+@functools.lru_cache(maxsize=256)
+def _usual(operation: Operation, refused: frozenset[str], streams: bool, policy: bool) -> tuple[dict[str, Any], Asking]:
+    """What is added to a body that asks for nothing of it by itself."""
+    asking = _ask({"stream": streams}, operation, refused, policy)
+    return {field: asking.body[field] for field in asking.added}, asking
+
+
+def _ask(body: Mapping[str, Any], operation: Operation, refused: frozenset[str], policy: bool) -> Asking:
     sent = dict(body)
     added: dict[str, Any] = {}
     for field, value in _FIELDS[operation].items():

@@ -7,23 +7,24 @@ once, with the first of: the body read, the stream over, an exception.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any, Final, cast
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
 
 from rllm_trace import _exact
 from rllm_trace import attributes as A
-from rllm_trace._calldata import CallData
 from rllm_trace._calls import OpenCall
 from rllm_trace._guard import guard
 from rllm_trace._recorder import recorder
 from rllm_trace._spans import error_info
 from rllm_trace.clients._ask import ask, is_strict, refusals, refused_fields
-from rllm_trace.clients._decode import UNREADABLE, Keep, Operation, Reply, read_reply, shown_unread
+from rllm_trace.clients._decode import UNREADABLE, Keep, Operation, Reply, is_bare, read_body, read_reply, reply_of, shown, shown_unread
 from rllm_trace.clients._events import EventReader
 from rllm_trace.clients._onlooker import Onlooker
+from rllm_trace.clients._record import Outcome, expected_choices, record_of
 from rllm_trace.clients._responses import ResponsesReader, read_response
 from rllm_trace.clients._stream import tee
 from rllm_trace.routing import Endpoint, Route, call_seed, current_route, redirects, reshaped, settings_of
@@ -32,13 +33,14 @@ from rllm_trace.types import ErrorInfo
 __all__ = ["ClientCall", "Destination"]
 
 _MAX_MESSAGE: Final = 2_000
-_CUT_OFF: Final = frozenset({"abort", "error", "cancelled", "failed", "in_progress", "queued"})
-"""Finish reasons that a server gives to a reply that it broke off, or has not written yet (a response in the background)."""
-_MEDIA: Final = frozenset(
-    {"image_url", "input_image", "image", "input_audio", "audio", "audio_url", "video_url", "video", "file", "input_file"}
-)
+_SHORTEST_SECRET: Final = 3
 _EVENT_STARTS: Final = (b"data:", b"event:", b"id:", b"retry:", b":")
 _KEEP_ALL: Final = Keep(ids=True, logprobs=True)
+_NOTHING: Final[Mapping[str, Any]] = types.MappingProxyType({})
+_TOLD: Final = frozenset({b"content-type", b"content-encoding", _VERSION := A.HEADER_POLICY_VERSION.lower().encode()})
+"""Headers of an answer that are looked at."""
+
+_BROKEN: Final = ErrorInfo(type="rllm_trace.IncompleteStream", message="the stream ended before its last event")
 
 _encode = msgspec.json.Encoder(enc_hook=repr).encode
 
@@ -57,31 +59,24 @@ class Destination(msgspec.Struct, frozen=True):
 class ClientCall:
     """A call that is under way."""
 
-    __slots__ = (
-        "_answered",
-        "_ended",
-        "_first",
-        "_header_version",
-        "_request",
-        "_secrets",
-        "_sent_at",
-        "added",
-        "app_body",
-        "attempts",
-        "body",
-        "changed",
-        "client",
-        "destination",
-        "endpoint",
-        "keep",
-        "model",
-        "open",
-        "operation",
-        "options",
-        "refusal",
-        "server",
-        "timeout",
-    )
+    defers = True
+    """Whether the record is made of the answer later, beside the app, which has the answer by then."""
+
+    endpoint: Endpoint | None = None
+    options: Any = None
+    """The client library's request options that this call was sent with; tells a nested wrapper that the call is known."""
+    timeout: float | None = None
+    """Seconds that an attempt may wait for the policy's server."""
+    refusal: Exception | None = None
+    """Why the call is not sent at all."""
+    keep: Keep = _KEEP_ALL
+    attempts = 0
+    _request: Any = None
+    _secrets: tuple[Any, ...] = ()
+    first: int | None = None
+    header_version: int | None = None
+    _answered = False
+    _ended = False
 
     def __init__(self, opened: OpenCall, client: Any, operation: Operation, body: Mapping[str, Any], destination: Destination) -> None:
         self.open = opened
@@ -89,27 +84,13 @@ class ClientCall:
         self.operation: Operation = operation
         self.app_body = body
         self.body = body
-        self.model = str(body.get("model") or "")
+        self.model = self.requested_model = str(body.get("model") or "")
+        self.streams = bool(body.get("stream"))
         self.destination = destination
         self.server = destination.server
-        self.endpoint: Endpoint | None = None
-        self.changed: dict[str, Any] = {}
-        self.added: dict[str, Any] = {}
-        self.keep = _KEEP_ALL
-        self.options: Any = None
-        """The client library's request options that this call was sent with; tells a nested wrapper that the call is known."""
-        self.timeout: float | None = None
-        """Seconds that an attempt may wait for the policy's server."""
-        self.refusal: Exception | None = None
-        """Why the call is not sent at all."""
-        self.attempts = 0
-        self._request: Any = None
-        self._secrets: list[str] = []
+        self.added: Mapping[str, Any] = _NOTHING
+        self.changed: Mapping[str, Any] = _NOTHING
         self._sent_at = time.perf_counter_ns()
-        self._first: int | None = None
-        self._header_version: int | None = None
-        self._answered = False
-        self._ended = False
 
     # before the request
 
@@ -156,8 +137,7 @@ class ClientCall:
             return True
         if not self.open.wants_tokens:
             return False
-        strict = self.destination.strict or is_strict(self.destination.host)
-        return not strict or recorder.tokens is True
+        return recorder.tokens is True or not (self.destination.strict or is_strict(self.destination.host))
 
     @property
     def conversation(self) -> str:
@@ -171,12 +151,12 @@ class ClientCall:
 
     def untouch(self) -> None:
         """From here on the call is sent as the app gave it."""
-        self.body, self.added, self.changed, self.keep = self.app_body, {}, {}, _KEEP_ALL
-        self.endpoint, self.server, self.model = None, self.destination.server, str(self.app_body.get("model") or "")
+        self.body, self.added, self.changed, self.keep = self.app_body, _NOTHING, _NOTHING, _KEEP_ALL
+        self.endpoint, self.server, self.model = None, self.destination.server, self.requested_model
 
     def hide(self, *secrets: Any) -> None:
         """Texts that must not appear in the record."""
-        self._secrets += [secret for secret in secrets if isinstance(secret, str) and len(secret) > 3]
+        self._secrets += secrets
 
     # what happens
 
@@ -193,15 +173,16 @@ class ClientCall:
         self._answered = True
         if self.attempts == 0:
             self.attempts, self._request = retries + 1, response.request
-        version = response.headers.get(A.HEADER_POLICY_VERSION)
+        told = {lower: value for name, value in response.headers.raw if (lower := name.lower()) in _TOLD}
+        version = told.get(_VERSION)
         if version is not None and version.isdigit():
-            self._header_version = int(version)
-        events = "event-stream" in response.headers.get("content-type", "")
+            self.header_version = int(version)
+        events = b"event-stream" in told.get(b"content-type", b"")
         if hasattr(response, "_content"):
             self._answered_whole(response, events=events)
             return
-        encoding = response.headers.get("content-encoding")
-        reader = Onlooker(self, response, events, None if encoding in (None, "", "identity") else encoding)
+        encoding = told.get(b"content-encoding", b"").decode("ascii", "replace")
+        reader = Onlooker(self, response, events, None if encoding in ("", "identity") else encoding)
         tee(response, reader, is_async=is_async)
 
     def _answered_whole(self, response: Any, *, events: bool) -> None:
@@ -209,14 +190,29 @@ class ClientCall:
         raw = response.content
         if events or self.looks_streamed(raw):
             reader = self.events()
-            seen = reader.feed(raw) + reader.flush()
-            response._content = seen
-            self.stream_over(reader.reply(), reader.done, None, exhausted=True)
+            response._content = reader.feed(raw) + reader.flush()
+            self.stream_over(reader.reply, reader.done, None, exhausted=True)
             return
-        reply, seen = self.read(raw)
+        seen = self.whole(raw)
         if seen is not raw:
             response._content = seen
-        self.finish(reply, complete=True)
+
+    def whole(self, raw: bytes) -> bytes:
+        """Ends the call with an unstreamed body; gives it as the app is to see it."""
+        if not self.defers or self.operation == "responses":
+            reply, seen = self.read(raw)
+            self.finish(reply, complete=True)
+            return seen
+        if is_bare(raw, self.keep):
+            self._finish_later(Outcome(read=lambda: self.read(raw)[0], complete=True))
+            return raw
+        try:
+            body = read_body(raw)
+        except UNREADABLE:
+            self.finish(Reply(fault=_exact.UNREADABLE), complete=True)
+            return shown_unread(raw, self.keep)
+        self._finish_later(Outcome(read=lambda: reply_of(body), complete=True))
+        return shown(raw, body, self.keep)
 
     def read(self, raw: bytes) -> tuple[Reply, bytes]:
         """The reply in an unstreamed body, and the body as the app is to see it."""
@@ -233,11 +229,11 @@ class ClientCall:
 
     def looks_streamed(self, raw: bytes) -> bool:
         """Whether a body that is not called an event stream is read as one: the SDK goes by what was asked for, not by the type."""
-        return bool(self.body.get("stream")) and raw.lstrip().startswith(_EVENT_STARTS)
+        return self.streams and raw.lstrip().startswith(_EVENT_STARTS)
 
     def first_chunk(self) -> None:
-        if self._first is None:
-            self._first = time.perf_counter_ns() - self._sent_at
+        if self.first is None:
+            self.first = time.perf_counter_ns() - self._sent_at
 
     def failed(self, error: BaseException) -> bool:
         """The call has raised. True: it was refused for a field that we added, and is to be sent once more, untouched."""
@@ -263,82 +259,20 @@ class ClientCall:
         streamed: bool = False,
     ) -> None:
         """Ends the span, the first time that it is called."""
-        if self._ended:
-            return
-        self._ended = True
-        data: CallData | None = None
-        with guard("client"):
-            data = self._data(reply, complete, error, cancelled, streamed)
-        self.open.end(data or self._minimal())
+        if not self._ended:
+            self._ended = True
+            outcome = Outcome(read=lambda: reply, complete=complete, error=error, cancelled=cancelled, streamed=streamed)
+            self.open.end(record_of(self, outcome, self._request_body(), self.body))
 
-    def _data(self, reply: Reply, complete: bool, error: ErrorInfo | None, cancelled: bool, streamed: bool) -> CallData:
-        if error is None and reply.error is not None:
-            error = self._told(reply.error)
-        complete = complete and error is None and not any(choice.finish_reason in _CUT_OFF for choice in reply.choices)
-        reason = self._inexact(reply, complete, failed=error is not None)
-        first_version, last_version, spans = self._versions(reply, streamed)
-        return CallData(
-            operation=self.operation,
-            model=self.model,
-            requested_model=str(self.app_body.get("model") or ""),
-            endpoint="policy" if self.endpoint is not None else "own",
-            server=self.server,
-            request=self._request_body(),
-            requested={**self.added, **self.changed} or None,
-            choices=reply.choices,
-            prompt_token_ids=reply.prompt_token_ids,
-            usage=reply.usage,
-            response_id=reply.response_id,
-            response_model=reply.response_model,
-            attempts=max(self.attempts, 1),
-            error=error,
-            status="cancelled" if cancelled else "error" if error is not None else "ok" if complete else "abandoned",
-            exact=reason is None,
-            inexact_reason=reason,
-            complete=complete,
-            streamed=bool(self.app_body.get("stream")),
-            multimodal=_has_media(self.app_body),
-            policy_version_start=first_version,
-            policy_version_end=last_version,
-            version_spans=spans,
-            time_to_first_token=self._first,
-        )
-
-    def _minimal(self) -> CallData:
-        return CallData(
-            operation=self.operation,
-            model=self.model,
-            requested_model=self.model,
-            request=b"{}",
-            inexact_reason=_exact.UNREADABLE,
-            status="error",
-        )
-
-    def _inexact(self, reply: Reply, complete: bool, *, failed: bool) -> str | None:
-        if failed:
-            return _exact.FAILED
-        if not complete:
-            return _exact.INCOMPLETE
-        if reply.choices and len(reply.choices) < self.expected:
-            return f"{_exact.NO_CHOICES}: {len(reply.choices)} of {self.expected}"
-        if reply.fault in _exact.ABSENT and not self._has_asked:
-            return _exact.NOT_ASKED
-        return reply.fault or _exact.sampling_reason(self.body)
-
-    @property
-    def _has_asked(self) -> bool:
-        """Whether the server had reason to tell ids and logprobs. The policy's tells them with every response unasked."""
-        if self.operation == "responses":
-            return self.endpoint is not None
-        return bool(self.body.get("return_token_ids")) and self.body.get("logprobs") is not None
-
-    def _versions(self, reply: Reply, streamed: bool) -> tuple[int | None, int | None, list[tuple[int, int, int]] | None]:
-        spans, header = reply.version_spans, self._header_version
-        if not spans:
-            return header, None if streamed else header, None
-        told = len(spans) > 1 or (header not in (None, spans[0][0]) and spans[0][2] > 0)  # sent before a swap, sampled after it
-        last = max([spans[-1][0], *(choice.version_spans[-1][0] for choice in reply.choices if choice.version_spans)])
-        return spans[0][0] if told or header is None else header, last, spans if told else None
+    def _finish_later(self, outcome: Outcome) -> None:
+        """The same, with the record made of ``outcome`` when the app has what it waits for."""
+        if not self._ended:
+            self._ended = True
+            request = self._request_body()
+            if self.defers:
+                self.open.end_later(lambda: record_of(self, outcome, request, None))
+            else:
+                self.open.end(record_of(self, outcome, request, self.body))
 
     def _request_body(self) -> bytes:
         if self._request is not None:
@@ -352,50 +286,36 @@ class ClientCall:
         info = error_info(error)
         return msgspec.structs.replace(info, message=self._clean(info.message))
 
-    def _told(self, error: Mapping[str, Any]) -> ErrorInfo:
+    def told(self, error: Mapping[str, Any]) -> ErrorInfo:
         code = error.get("code")
         status = code if isinstance(code, int) and 100 <= code < 600 else None
         return ErrorInfo(type="openai.APIError", message=self._clean(str(error.get("message") or dict(error))), status_code=status)
 
     def _clean(self, message: str) -> str:
         for secret in self._secrets:
-            message = message.replace(secret, "[withheld]")
+            if isinstance(secret, str) and len(secret) > _SHORTEST_SECRET:
+                message = message.replace(secret, "[withheld]")
         return message[:_MAX_MESSAGE]
-
-    def is_whole(self, reply: Reply) -> bool:
-        """Every choice that was asked for is there and has its finish reason."""
-        return reply.finished and len(reply.choices) >= self.expected
 
     @property
     def expected(self) -> int:
         """Choices that were asked for."""
-        count = self.body.get("n")
-        return count if isinstance(count, int) else 1
+        return expected_choices(self.body)
 
-    def stream_over(self, reply: Reply, done: bool, error: BaseException | None, *, exhausted: bool) -> None:
-        """The stream of the answer has ended in any way."""
-        if done or self.is_whole(reply):
-            self.finish(reply, complete=True, streamed=True)
-        elif error is None or isinstance(error, GeneratorExit):
-            broken = ErrorInfo(type="rllm_trace.IncompleteStream", message="the stream ended before its last event") if exhausted else None
-            self.finish(reply, error=broken, streamed=True)
-        else:
-            self.finish(reply, error=self._error(error), cancelled=not isinstance(error, Exception), streamed=True)
+    def stream_over(self, read: Callable[[], Reply], done: bool, error: BaseException | None, *, exhausted: bool) -> None:
+        """The stream of the answer has ended in any way; ``read`` gives what was received. ``done``: it had said that it was over."""
+        if self._ended:
+            return
+        told: ErrorInfo | None = None
+        if error is not None and not isinstance(error, GeneratorExit):
+            told = self._error(error)
+        elif exhausted and error is None:
+            told = _BROKEN
+        cancelled = not isinstance(error, (Exception, GeneratorExit, type(None)))
+        ended = Outcome(read=read, complete=True, streamed=True)
+        self._finish_later(ended if done else Outcome(read=read, complete=None, error=told, cancelled=cancelled, streamed=True))
 
 
 def _text_of(error: BaseException) -> str:
     response = getattr(error, "response", None)
     return f"{error} {getattr(response, 'text', '')}"
-
-
-def _has_media(body: Mapping[str, Any]) -> bool:
-    messages = body.get("messages") or body.get("input")
-    if not isinstance(messages, list):
-        return False
-    for message in cast("list[Any]", messages):
-        content = cast("dict[str, Any]", message).get("content") if isinstance(message, dict) else None
-        if isinstance(content, list):
-            for part in cast("list[Any]", content):
-                if isinstance(part, dict) and cast("dict[str, Any]", part).get("type") in _MEDIA:
-                    return True
-    return False

@@ -103,6 +103,9 @@ class UsageBody(msgspec.Struct, gc=False):
 _ABSENT: Final = msgspec.Raw()
 _NULL: Final = msgspec.Raw(b"null")
 _ID_MARK: Final = b'"id":'
+_IDS_MARK: Final = b'token_ids"'
+_LOGPROBS_MARK: Final = b'"logprobs"'
+_NO_LOGPROBS: Final = b'"logprobs":null'
 
 
 class ChoiceBody(msgspec.Struct, gc=False):
@@ -233,9 +236,23 @@ def shown_unread(raw: bytes, keep: Keep) -> bytes:
     return raw if all(value is None for value in taken) else json.dumps(members).encode()
 
 
+def is_bare(raw: bytes, keep: Keep) -> bool:
+    """True only if ``raw`` says nothing that would be taken out of it: found by searching bytes, where every key is spelled plainly."""
+    if not keep.ids and raw.rfind(_IDS_MARK) >= 0:
+        return False
+    if not keep.logprobs and raw.count(_LOGPROBS_MARK) != raw.count(_NO_LOGPROBS):
+        return False
+    return keep.versions or raw.find(VERSION_MARK) < 0
+
+
 def read_reply(raw: bytes, keep: Keep) -> tuple[Reply, bytes]:
     """The reply in an unstreamed body, and the body without what the app did not ask for. Raises one of ``UNREADABLE``."""
     body = read_body(raw)
+    return reply_of(body), shown(raw, body, keep)
+
+
+def reply_of(body: Body) -> Reply:
+    """What an unstreamed response says."""
     choices: list[Choice] = []
     fault: str | None = None
     for choice in body.choices or ():
@@ -246,7 +263,7 @@ def read_reply(raw: bytes, keep: Keep) -> tuple[Reply, bytes]:
     prompt_ids, prompt_fault = prompt_of([ints(prompt) for prompt in prompts])
     usage = body.usage.usage() if body.usage is not None else None
     versions = version_spans(body.metadata)
-    reply = Reply(
+    return Reply(
         choices=with_versions(choices, versions),
         prompt_token_ids=prompt_ids,
         usage=usage,
@@ -257,7 +274,6 @@ def read_reply(raw: bytes, keep: Keep) -> tuple[Reply, bytes]:
         finished=bool(choices) and all(choice.finish_reason is not None for choice in choices),
         error=error_of(body.error),
     )
-    return reply, shown(raw, body, keep)
 
 
 def _choice(choice: ChoiceBody) -> tuple[Choice, str | None]:

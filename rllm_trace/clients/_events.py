@@ -1,14 +1,17 @@
-"""The bytes of an event stream in, as they arrive; out come the bytes that the app is to see, and what they say is gathered.
+"""The bytes of an event stream in, as they arrive; out come the bytes that the app is to see, and, when it is asked for, what they say.
 
-Where nothing is taken out, bytes pass through as they came; else whole events are passed on. Most events of a long stream have one known
-layout: what was added is cut out of those by a pattern that matches whole JSON values and nothing else, and they are read later, many
-at once, because a loop that only reads costs a third of reading between the steps of the app. Every other event is read as it comes.
+The two are apart. Showing is done at once: where nothing is taken out, bytes pass through as they came; else whole events are passed on.
+Most events of a long stream are one event again and again, with another text: the bytes around its text are learned from one of them
+that was taken apart, and in those that begin and end alike nothing but the text and what was added is looked at (``_Layout``). Reading is
+done at the end, of all that came in one go, and where the record of the call is made: the app does not wait for it.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Final, cast
+
+import msgspec
 
 from rllm_trace.clients._cut import VERSION_MARK
 from rllm_trace.clients._decode import UNREADABLE, Keep, Reply, read_bodies, read_body, shown, shown_unread
@@ -19,26 +22,76 @@ __all__ = ["EventReader"]
 _DATA: Final = b"data:"
 _SIMPLE: Final = b"data: "
 _DONE: Final = b"[DONE]"
+_LAST: Final = b"\n\ndata: [DONE]"
 _UNFINISHED: Final = b'"finish_reason":null'
 _NEAR_END: Final = -160
 """Where in an event ``_UNFINISHED`` is looked for."""
 _TEXT: Final = rb'"[^"\\]*(?:\\.[^"\\]*)*"'
-_ADDED: Final = re.compile(
+_PATTERN: Final = re.compile(
     rb'"logprobs":\{"content":\[(?:\{"token":'
     + _TEXT
     + rb',"logprob":[^,"\[\]{}]+,"bytes":(?:\[[0-9,]*\]|null),"top_logprobs":\[\]\},?)*\]'
     rb'(?:,"refusal":null)?\}(,"finish_reason":null(?:,"stop_reason":null)?),"token_ids":\[[0-9,]*\]',
     re.DOTALL,
-).search
+)
+_ADDED: Final = _PATTERN.search
+_ADDED_HERE: Final = _PATTERN.match
 _NO_LOGPROBS: Final = b'"logprobs":null'
 _LOGPROBS_KEY: Final = b'"logprobs"'
 _FINISH_KEY: Final = b"finish_reason"
 _USAGE: Final = b'"usage":{'
 _IDS_KEY: Final = b"token_ids"
-_MAX_LATER: Final = 128
-"""Chunks that are kept to be read later."""
+_TEXT_KEY: Final = b'"content":"'
+_INSIDE: Final = re.compile(rb'[^"\\\n]*(?:\\[^\n][^"\\\n]*)*')
+"""What stands between the quotes of a JSON text."""
+_MAX_LATER: Final = 4 * 1024 * 1024
+"""Bytes that are kept to be read later."""
+_MAX_EVENTS: Final = 8_192
+"""Events that are, of those that are alike."""
 _MAX_PENDING: Final = 64 * 1024 * 1024
 """Bytes without an end of event that are held back at most; what is longer is no event stream and passes through unread."""
+
+
+class _Layout:
+    """What an event is around its text: another that is the same around another text is shown the same way."""
+
+    __slots__ = ("_added", "_head", "_tail")
+
+    def __init__(self, head: bytes, added: bytes | None, tail: bytes) -> None:
+        self._head = head
+        self._added = added
+        """What stands between the text and what was added; None where nothing was."""
+        self._tail = tail
+
+    @classmethod
+    def of(cls, event: bytes, start: int, end: int) -> _Layout | None:
+        """Of an event from which ``event[start:end]`` is taken out (nothing: both are -1), and else shown as it is."""
+        at = event.find(_TEXT_KEY, 0, start if start >= 0 else len(event))
+        if at < 0:
+            return None
+        at += len(_TEXT_KEY)
+        after = cast("re.Match[bytes]", _INSIDE.match(event, at)).end()
+        if event[after : after + 1] != b'"':
+            return None
+        return cls(event[:at], None, event[after:]) if start < 0 else cls(event[:at], event[after:start], event[end:])
+
+    def shown(self, event: bytes) -> bytes | None:
+        """The event as the app is to see it; None if it is another one."""
+        if not (event.startswith(self._head) and event.endswith(self._tail)):
+            return None
+        begin, end = len(self._head), len(event) - len(self._tail)
+        if begin > end:
+            return None
+        after = cast("re.Match[bytes]", _INSIDE.match(event, begin, end)).end()
+        if self._added is None:
+            return event if after == end else None
+        if not event.startswith(self._added, after):
+            return None
+        start = after + len(self._added)
+        found = _ADDED_HERE(event, start)
+        if found is None or found.end() != end:
+            return None
+        return event[:start] + _NO_LOGPROBS + found[1] + self._tail
 
 
 class EventReader:
@@ -48,29 +101,52 @@ class EventReader:
         self._keep = keep
         self._strips = not (keep.everything and keep.usage_chunk)
         self._strips_all = not (keep.ids or keep.logprobs)
+        self._layout: _Layout | None = None
         self._pending = b""
+        """The beginning of an event that has not been shown."""
         self._later: list[bytes] = []
-        self._tail = b""
-        """What follows the added fields in an event of the known layout: the same in each."""
+        self._size = 0
+        self._rest = b""
+        """The beginning of an event that has not been read."""
         self._gathered = Gathered()
+        self._ends = False
+        """A choice may have ended."""
         self.done = False
         """The stream has said that it is over."""
 
     @property
     def finished(self) -> bool:
         """Every choice that was begun has its finish reason."""
+        if self._ends:
+            self._catch_up()
         return self._gathered.finished
 
     def feed(self, chunk: bytes) -> bytes:
         """Takes in bytes; gives those that the app is to see now."""
+        seen = self.quickly(chunk)
+        return self._feed(chunk) if seen is None else seen
+
+    def quickly(self, chunk: bytes) -> bytes | None:
+        """The same for an event like the one before, which ends nothing. None, and nothing is taken in: it is something else."""
+        layout = self._layout
+        if layout is None:
+            return None
+        seen = layout.shown(chunk)
+        if seen is not None:
+            later = self._later
+            later.append(chunk)
+            if len(later) >= _MAX_EVENTS:
+                self._catch_up()
+        return seen
+
+    def _feed(self, chunk: bytes) -> bytes:
+        if not self.done:
+            self._keep_for_later(chunk)
         if not self._pending and chunk[:6] == _SIMPLE:
             seen = self._simply(chunk) if self._strips else chunk if self._is_simple(chunk) else None
             if seen is not None:
-                self._later.append(chunk)
-                if len(self._later) >= _MAX_LATER:
-                    self._catch_up()
                 return seen
-        self._catch_up()
+        self._layout = None
         pending = self._pending + chunk if self._pending else chunk
         if b"\r" in pending and not pending.endswith(b"\r"):
             pending = pending.replace(b"\r\n", b"\n")
@@ -78,19 +154,20 @@ class EventReader:
         if end < 0:
             self._pending = pending
             if len(pending) > _MAX_PENDING:
-                self._gathered.unreadable = True
                 self._pending = b""
                 return pending if self._strips else chunk
             return b"" if self._strips else chunk
         self._pending = pending[end + 2 :]
-        seen = b"".join([self._read(event) for event in pending[:end].split(b"\n\n") if event])
+        seen = b"".join([self._shown(event) for event in pending[:end].split(b"\n\n") if event])
         return seen if self._strips else chunk
 
     def flush(self) -> bytes:
-        """The stream has ended: what was held back, read as a last event."""
-        self._catch_up()
+        """The stream has ended: what was held back, shown as a last event."""
+        self._layout = None
         pending, self._pending = self._pending, b""
-        seen = self._read(pending) if pending else b""
+        seen = self._shown(pending) if pending else b""
+        if not self.done:
+            self._keep_for_later(b"\n\n")
         return seen if self._strips else b""
 
     def reply(self) -> Reply:
@@ -102,25 +179,29 @@ class EventReader:
         """``expected`` choices are there, each with its finish reason: nothing is to come but the usage and the end."""
         return self.finished and len(self.reply().choices) >= expected
 
+    # what the app sees
+
     def _is_simple(self, chunk: bytes) -> bool:
         """Whole events, and none of them says that something is over."""
         return chunk[-2:] == b"\n\n" and chunk.rfind(_UNFINISHED, _NEAR_END) >= 0
 
     def _simply(self, chunk: bytes) -> bytes | None:
-        """An event without its ids and logprobs; None if it is not one event of the known layout."""
+        """An event without its ids and logprobs; None if it is not one event of a known layout."""
         if not self._strips_all:
             return None
         found = _ADDED(chunk)
         if found is None:
-            return chunk if self._is_bare(chunk) else None
+            if not self._is_bare(chunk):
+                return None
+            self._layout = _Layout.of(chunk, -1, -1)
+            return chunk
         start, end = found.span()
         tail = chunk[end:]
-        if tail != self._tail:
-            if tail.find(b"\n\n") != len(tail) - 2 or _IDS_KEY in tail or VERSION_MARK in tail or _USAGE in tail:
-                return None
-            self._tail = tail
+        if tail.find(b"\n\n") != len(tail) - 2 or _IDS_KEY in tail or VERSION_MARK in tail or _USAGE in tail:
+            return None
         if chunk.find(b"\n", 0, start) >= 0 or chunk.find(_IDS_KEY, 0, start) >= 0:
             return None
+        self._layout = _Layout.of(chunk, start, end)
         return chunk[:start] + _NO_LOGPROBS + found[1] + tail
 
     def _is_bare(self, chunk: bytes) -> bool:
@@ -131,28 +212,12 @@ class EventReader:
             return False
         return chunk.count(_LOGPROBS_KEY) == chunk.count(_NO_LOGPROBS)
 
-    def _catch_up(self) -> None:
-        if not self._later:
-            return
-        later, self._later = b"".join(self._later), []
-        try:
-            self._gathered.take(read_bodies(b"[" + later[6:-2].replace(b"\n\ndata: ", b",") + b"]"))
-        except UNREADABLE:  # something else stood between them
-            for event in later.split(b"\n\n"):
-                if event:
-                    self._read(event, show=False)
-
-    def _read(self, event: bytes, *, show: bool = True) -> bytes:
-        """Takes in one event; gives it as the app is to see it, with its end; nothing if the app is not to see it."""
-        if event[:6] == _SIMPLE and b"\n" not in event:
-            data = event[6:]
-            other: list[bytes] = []
-        else:
-            lines = event.split(b"\n")
-            data = b"\n".join([line[5:].lstrip() for line in lines if line[:5] == _DATA])
-            other = [line for line in lines if line[:5] != _DATA and line]
+    def _shown(self, event: bytes) -> bytes:
+        """One event as the app is to see it, with its end; nothing if the app is not to see it."""
+        data, other = _data_of(event)
         if data[:1] == b"{":
-            seen = self._read_data(data, show)
+            self._ends = self._ends or data.count(_FINISH_KEY) != data.count(_UNFINISHED)
+            seen = self._shown_data(data) if self._strips else data
             if seen is None:
                 return b""
             if seen is not data:
@@ -161,16 +226,64 @@ class EventReader:
             self.done = True
         return event + b"\n\n"
 
-    def _read_data(self, data: bytes, show: bool) -> bytes | None:
-        """Takes in the JSON of one event; gives it (the same object if nothing was taken out), or None if the app is not to see it."""
+    def _shown_data(self, data: bytes) -> bytes | None:
+        """The JSON of one event as the app is to see it (the same object if nothing was taken out); None if it is not to see it."""
         try:
             body = read_body(data)
-            self._gathered.take((body,))
         except UNREADABLE:
-            self._gathered.unreadable = True
-            return shown_unread(data, self._keep) if show and self._strips else data
-        if not show or not self._strips:
-            return data
+            return shown_unread(data, self._keep)
         if body.usage is not None and not body.choices and not self._keep.usage_chunk:
             return None
         return data if self._keep.everything else shown(data, body, self._keep)
+
+    # what it says
+
+    def _keep_for_later(self, chunk: bytes) -> None:
+        self._later.append(chunk)
+        self._size += len(chunk)
+        if self._size > _MAX_LATER:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Reads what has come of whole events."""
+        later, self._later, self._size, self._ends = self._later, [], 0, False
+        if not later:
+            return
+        received = self._rest + b"".join(later)
+        if b"\r" in received:
+            received = received.replace(b"\r\n", b"\n")
+        end = received.rfind(b"\n\n")
+        if end < 0:
+            self._rest = received
+            if len(received) > _MAX_PENDING:
+                self._gathered.unreadable, self._rest = True, b""
+            return
+        self._rest = received[end + 2 :]
+        events = received[:end].removesuffix(_LAST)
+        try:
+            if events[:6] != _SIMPLE:
+                raise msgspec.DecodeError
+            bodies = read_bodies(b"[" + events[6:].replace(b"\n\ndata: ", b",") + b"]")
+            if len(bodies) != events.count(b"\n\n") + 1:
+                raise msgspec.DecodeError
+            self._gathered.take(bodies)
+        except UNREADABLE:  # something else stands between them
+            for event in events.split(b"\n\n"):
+                self._read(event)
+
+    def _read(self, event: bytes) -> None:
+        data, _ = _data_of(event)
+        if data[:1] == b"{":
+            try:
+                self._gathered.take((read_body(data),))
+            except UNREADABLE:
+                self._gathered.unreadable = True
+
+
+def _data_of(event: bytes) -> tuple[bytes, list[bytes]]:
+    """The data of an event, and its other lines."""
+    if event[:6] == _SIMPLE and b"\n" not in event:
+        return event[6:], []
+    lines = event.split(b"\n")
+    data = b"\n".join([line[5:].lstrip() for line in lines if line[:5] == _DATA])
+    return data, [line for line in lines if line[:5] != _DATA and line]

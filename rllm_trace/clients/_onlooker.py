@@ -6,6 +6,7 @@ compressed stream is passed on as it came and read at its end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from rllm_trace.clients._decode import Reply
@@ -26,12 +27,22 @@ class Onlooker:
         self._encoding = encoding
         self._response_class: type[Any] = type(response)
         self._pieces: list[bytes] = []
+        self._quickly: Callable[[bytes], bytes | None] | None = None
+        """Shows an event that is like others before; None until there are such."""
         self.holds = False
         """The reply is whole and its stream's last events are still to come: the app gets the last chunk together with those, so that a
         call to the policy has ended, usage included, also where the app leaves its stream at the finish reason."""
         self._holds_back = not events and encoding is None and not call.keep.everything
 
     def feed(self, chunk: bytes) -> bytes:
+        quickly = self._quickly
+        if quickly is not None:
+            seen = quickly(chunk)
+            if seen is not None:
+                return seen
+        return self._feed(chunk)
+
+    def _feed(self, chunk: bytes) -> bytes:
         call = self._call
         call.first_chunk()
         if not (self._is_events or self._pieces or self._encoding) and call.looks_streamed(chunk):
@@ -41,19 +52,20 @@ class Onlooker:
             self._pieces.append(chunk)
             return b"" if self._holds_back else chunk
         seen = events.feed(chunk)
+        self._quickly = getattr(events, "quickly", None)
         if events.done:
-            call.stream_over(events.reply(), True, None, exhausted=False)
+            call.stream_over(events.reply, True, None, exhausted=False)
             self.holds = False
         elif call.endpoint is not None:
             self.holds = events.is_whole(call.expected)
+        if events.done or self.holds:
+            self._quickly = None
         return seen
 
     def flush(self) -> bytes:
         if self._events is not None:
             return self._events.flush()
-        reply, seen = self._call.read(self._body()) if not self._is_events else (None, b"")
-        if reply is not None:
-            self._call.finish(reply, complete=True)
+        seen = b"" if self._is_events else self._call.whole(self._body())
         return seen if self._holds_back else b""
 
     def end(self, error: BaseException | None, exhausted: bool) -> None:
@@ -64,9 +76,9 @@ class Onlooker:
                 events.feed(self._body())
                 events.flush()
             if events is not None:
-                self._call.stream_over(events.reply(), events.done, error, exhausted=exhausted)
+                self._call.stream_over(events.reply, events.done, error, exhausted=exhausted)
             else:
-                self._call.stream_over(Reply(), False, error, exhausted=exhausted)
+                self._call.stream_over(Reply, False, error, exhausted=exhausted)
         finally:
             self._call.finish(Reply())
 

@@ -54,14 +54,10 @@ class _Tee:
             return chunk
         try:
             return show(chunk)
-        except Exception:
+        except Exception as error:  # noqa: BLE001 - as in ``guard``
             self._show = None
-            with guard("stream"):
-                raise
+            guard.count("stream", error)
             return chunk
-
-    def _holds(self) -> bool:
-        return self._reader is not None and self._reader.holds
 
     def _flush(self) -> bytes:
         rest = b""
@@ -87,10 +83,15 @@ def _sync_class(module: Any) -> type[Any]:
         def __iter__(self) -> Iterator[bytes]:
             held = b""
             try:
+                feed, reader = self._feed, self._reader
                 for chunk in self._inner:
-                    seen = held + self._feed(chunk) if held else self._feed(chunk)
-                    held = seen if self._holds() else b""
-                    if seen and not held:
+                    seen = feed(chunk)
+                    if held:
+                        seen = held + seen
+                    if reader is not None and reader.holds:
+                        held = seen
+                    elif seen:
+                        held = b""
                         yield seen
                 rest, held = held + self._flush(), b""
                 self._end(exhausted=True)
@@ -118,10 +119,15 @@ def _async_class(module: Any) -> type[Any]:
         async def __aiter__(self) -> AsyncIterator[bytes]:
             held = b""
             try:
+                feed, reader = self._feed, self._reader
                 async for chunk in self._inner:
-                    seen = held + self._feed(chunk) if held else self._feed(chunk)
-                    held = seen if self._holds() else b""
-                    if seen and not held:
+                    seen = feed(chunk)
+                    if held:
+                        seen = held + seen
+                    if reader is not None and reader.holds:
+                        held = seen
+                    elif seen:
+                        held = b""
                         yield seen
                 rest, held = held + self._flush(), b""
                 self._end(exhausted=True)

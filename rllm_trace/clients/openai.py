@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import threading
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, Final, cast
@@ -53,6 +54,9 @@ _NOT_GIVEN: Final = frozenset({"NotGiven", "Omit"})
 """The SDK's words for what was left out."""
 _RAW_RESPONSE: Final = "X-Stainless-Raw-Response"
 
+_guarded: Final = guard("client")
+_destinations: Final[weakref.WeakKeyDictionary[Any, tuple[Any, Destination]]] = weakref.WeakKeyDictionary()
+"""Client -> its base URL, and where that leads."""
 _call: ContextVar[ClientCall | None] = ContextVar("rllm_openai_call", default=None)
 _lock: Final = threading.Lock()
 
@@ -255,14 +259,14 @@ def _begin(client: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cli
         return None
     call: ClientCall | None = None
     options = args[1] if len(args) > 1 else kwargs.get("options")
-    with guard("client"):
+    with _guarded:
         call = _opened(client, options)
     if call is None:
         route = current_route()
         if route is not None and scope.episode.closed and _operation(options) is not None:
             route.endpoint(scope)  # raises where its rollout was given up: the call must reach nobody, the app's own endpoint least of all
         return None
-    with guard("client"):
+    with _guarded:
         if _is_sound(options):
             call.plan()
         return call
@@ -311,9 +315,12 @@ def _opened(client: Any, options: Any) -> ClientCall | None:
 
 
 def _operation(options: Any) -> Operation | None:
-    url = getattr(options, "url", None)
-    if not isinstance(url, str) or str(getattr(options, "method", "")).lower() != "post":
-        return None
+    url, method = getattr(options, "url", None), getattr(options, "method", None)
+    return _operation_at(url) if isinstance(url, str) and (method == "post" or str(method).lower() == "post") else None
+
+
+@functools.lru_cache(maxsize=256)
+def _operation_at(url: str) -> Operation | None:
     path = "/" + url.partition("?")[0].strip("/")
     return next((operation for suffix, operation in _PATHS if path.endswith(suffix)), None)
 
@@ -336,14 +343,20 @@ def _body(options: Any) -> Mapping[str, Any] | None:
 
 def _is_sound(options: Any) -> bool:
     """False where the SDK is about to raise for what the app gave (``extra_body=[1]``): it is left alone, and the error is the app's."""
-    return isinstance(options.extra_json, (Mapping, types.NoneType)) and all(
-        isinstance(given, Mapping) or not given or type(given).__name__ in _NOT_GIVEN for given in (options.headers, options.params)
-    )
+    return isinstance(options.extra_json, (Mapping, types.NoneType)) and _is_given_well(options.headers) and _is_given_well(options.params)
+
+
+def _is_given_well(given: Any) -> bool:
+    return not given or isinstance(given, Mapping) or type(given).__name__ in _NOT_GIVEN
 
 
 def _destination(client: Any, options: Any) -> Destination:
-    url = options.url if options.url.startswith(("http://", "https://")) else str(client.base_url)
-    return _place(url, hasattr(client, "_azure_endpoint"))
+    if options.url.startswith(("http://", "https://")):
+        return _place(options.url, hasattr(client, "_azure_endpoint"))
+    base_url, known = client.base_url, _destinations.get(client)
+    if known is None or known[0] is not base_url:
+        known = _destinations[client] = (base_url, _place(str(base_url), hasattr(client, "_azure_endpoint")))
+    return known[1]
 
 
 @functools.lru_cache(maxsize=256)
@@ -364,7 +377,7 @@ def _check(call: ClientCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 def _changed(call: ClientCall, options: Any) -> Any:
     """Options of one attempt with what the call sends in place of what the app gave."""
-    with guard("client"):
+    with _guarded:
         return _with_options(call, options)
     if call.endpoint is not None:
         raise CallRefusedError(_NOT_SENT)
@@ -433,7 +446,7 @@ def _goes_out(client: Any, request: Any) -> None:
         headers["Authorization"] = f"Bearer {call.endpoint.api_key}"
         if request.url.query:
             request.url = request.url.copy_with(query=None)
-    with guard("client"):
+    with _guarded:
         call.sent(request)
 
 
@@ -445,7 +458,7 @@ def _is_redirected(client: Any) -> bool:
 def _comes_back(client: Any, kwargs: Mapping[str, Any], *, is_async: bool) -> None:
     call = _call.get()
     if call is not None and call.client is client and "response" in kwargs:
-        with guard("client"):
+        with _guarded:
             call.answered(kwargs["response"], int(kwargs.get("retries_taken") or 0), is_async=is_async)
             return
         call.finish(Reply())

@@ -43,6 +43,9 @@ _watching: list[int] = []
 class BatchSink:
     """Takes spans from any thread, exports them in batches on one of its own."""
 
+    later: Final = True
+    """The writer's thread may bring them."""
+
     def __init__(
         self,
         exporter: SpanExporter,

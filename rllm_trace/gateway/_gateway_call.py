@@ -28,7 +28,8 @@ _GONE: Final = f"{ClientGoneError.__module__}.{ClientGoneError.__qualname__}"
 class GatewayCall(ClientCall):
     """A call of a client of the gateway."""
 
-    __slots__ = ()
+    defers = False
+    """Its record is committed before its client has the answer."""
 
     @property
     def has_ended(self) -> bool:
@@ -54,8 +55,6 @@ class GatewayCall(ClientCall):
 
 class MessagesCall(GatewayCall):
     """A call of Anthropic's API that goes to a server of Anthropic's API."""
-
-    __slots__ = ()
 
     def _may_ask(self) -> bool:
         return False

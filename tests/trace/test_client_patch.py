@@ -202,12 +202,12 @@ def test_a_fault_of_ours_leaves_the_call_alone(server: ScriptedServer, monkeypat
     before = _guard.counters.get("faults", "client")
     recorded: list[Any] = []
     with client_of(server) as client:
-        for place in (f"{patch.__name__}._opened", f"{patch.__name__}._with_options", "rllm_trace.clients._call.read_reply"):
+        for place in (f"{patch.__name__}._opened", f"{patch.__name__}._with_options", "rllm_trace.clients._call.reply_of"):
             with monkeypatch.context() as patched, rollout() as handle:
                 patched.setattr(place, broken)
                 answer = workflow(lambda: client.chat.completions.create(**CREATE))()
+                (episode,) = handle.wait(5)
             assert answer.choices[0].message.content == "ok"
-            (episode,) = handle.wait(5)
             recorded.append([(call.exact, call.complete) for call in episode.calls])
     assert recorded == [[], [(False, True)], [(False, False)]]
     assert _guard.counters.get("faults", "client") == before + 3
