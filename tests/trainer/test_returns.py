@@ -49,6 +49,14 @@ def test_of_four_samples_only_the_one_that_was_continued_has_what_came_after() -
     assert [found["a", choice] for choice in range(4)] == [4.0, 4.0, 3.0, 4.0]
 
 
+def test_the_last_reply_of_an_agent_that_another_goes_on_from_is_an_end_besides() -> None:
+    """A planner, worth 4, whose only reply an executor, worth 2, continues: the reply has the mean of both, not the executor's alone."""
+    planner = ("planner", [make_call("p", [1], [7])])
+    executor = ("executor", [make_call("x", [1, 7, 3], [8])])
+    found = returns(make_episode(agents=[planner, executor]), own={}, final={"planner-0": 4.0, "executor-1": 2.0}, discount=1.0)
+    assert found == {("p", 0): 3.0, ("x", 0): 2.0}
+
+
 def test_a_compacted_history_follows_what_it_broke_off() -> None:
     """The second prompt holds a summary of the first: no prefix, and yet the first call has its discounted return."""
     first = make_call("a", [1, 2], make_choice([7, 2], "long"), messages=[{"role": "user", "content": "q"}])
