@@ -2,8 +2,8 @@
 
 Each rollout of the app waits as a slow tool would, lognormally (median 2 s, 99th percentile 20 s; seeded by row and rollout), and asks
 the model once. Server, engine, corrections and swaps are the real ones, on the tiny model; both runs have the same rows, seeds, quorum
-and concurrency, which is as many rollouts as the runs ahead ever have open. The reward after the run is held-out, sampled; the starts of engine
-and server are not counted.
+and concurrency, as many rollouts as the runs ahead ever have open. The reward after the run is held-out, sampled; the starts of engine and
+server are not counted.
 
     python benchmarks/staleness.py                        # three seeds, 24 steps each: about 35 minutes
     python benchmarks/staleness.py --seeds 0 --steps 6
