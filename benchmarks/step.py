@@ -1,10 +1,11 @@
 """Where the seconds of a training step go: steps of the demo, on the real app and model, split by what the run was doing.
 
 ``generate``: the server computes. ``app``: rollouts run and the server waits for the app and the recorder. ``batch``: episodes become
-samples, credit and a batch. ``update``: the optimizer step. ``swap``: the probe's logprobs, the export, the swap and its proof. ``save``:
-checkpoints. ``other``: what is left of the step. The first step warms up and is left out; the figures are shares of the others' time.
+samples, credit and a batch. ``update``: the optimizer step. ``swap``: the export, the swap and its proof, the trainer's part of it too.
+``save``: checkpoints. ``other``: what is left of the step. The first step warms up and is left out; the figures are shares of the others'
+time.
 
-    python benchmarks/step.py                    # four steps of 8 x 8 rollouts, as in make demo
+    python benchmarks/step.py                    # six steps of 8 x 8 rollouts, as in make demo
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import rllm_trainer.learning as learning_module
 import rllm_trainer.loop as loop_module
 from rllm_trainer import fit
 from rllm_trainer.engine.verl import VerlEngine
@@ -33,11 +35,11 @@ WATCHED = [
     (loop_module, "make_samples", "batch"),
     (loop_module, "prepare", "batch"),
     (VerlEngine, "update", "update"),
-    (VerlEngine, "logprobs", "swap"),
-    (VerlEngine, "export_weights", "swap"),
-    (LocalServer, "swap", "swap"),
+    (learning_module, "_swapped", "swap"),
     (Loop, "_save", "save"),
 ]
+WITHIN = [(VerlEngine, "export_weights"), (VerlEngine, "logprobs"), (LocalServer, "swap"), (LocalServer, "swap_unproven")]
+"""Told by themselves too: they overlap."""
 PARTS = ("generate", "app", "batch", "update", "swap", "save", "other")
 FREE = ("generate", "update")
 """Parts that may take as long as they take; each of the others is to stay below ``MOST``."""
@@ -72,6 +74,19 @@ class Watch:
 
         setattr(owner, name, timed)
 
+    def within(self, owner: Any, name: str) -> None:
+        """Tell the time of a function that is part of a counted one, in any thread."""
+        function: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.calls.append((len(self.seconds), name, time.perf_counter() - started))
+
+        setattr(owner, name, timed)
+
     def on_steps(self) -> None:
         """Begin a new count with each step, and ask the server how long it has computed."""
         step: Callable[..., Any] = Loop._step
@@ -95,6 +110,8 @@ def main() -> None:
     watch = Watch()
     for owner, name, part in WATCHED:
         watch.on(owner, name, part)
+    for owner, name in WITHIN:
+        watch.within(owner, name)
     watch.on_steps()
     with tempfile.TemporaryDirectory() as folder:
         result = fit(
@@ -128,7 +145,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument(
         "--micro-batch-tokens", type=int, default=None, help="for a machine with little memory; default: the engine's choice"
     )

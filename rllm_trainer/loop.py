@@ -27,7 +27,7 @@ from rllm_trainer.credit_log import CreditLog
 from rllm_trainer.engine.base import Engine
 from rllm_trainer.evaluation import Evaluation, Evaluator
 from rllm_trainer.exceptions import BeyondLimits, RunStopped
-from rllm_trainer.learning import Probe, learn
+from rllm_trainer.learning import learn
 from rllm_trainer.measures import (
     batch_measures,
     continuation_measures,
@@ -154,17 +154,17 @@ class Loop:
         if self._parts.credit is not None:
             self._parts.credit.write(step, batch)
         line |= prepared.credit.measures() | prepared.correction | batch_measures(batch)
-        probe = Probe(batch, engine=self._parts.engine, server=self._parts.server, version=self.state.version)
-        found = self._trainability(samples, prepared.credit, probe)
-        line |= found.metrics()
+        found = self._trainability(samples, prepared.credit)
         if self._learns(batch):
             p = self._parts
-            line |= learn(
-                batch, steps=self.state.steps, settings=p.settings, engine=p.engine, server=p.server, probe=probe, report=p.report
-            )
+            learnt = learn(batch, steps=self.state.steps, settings=p.settings, engine=p.engine, server=p.server, report=p.report)
+            line |= learnt.measures
+            found = msgspec.structs.replace(found, ratio=learnt.ratio)
+            self.trainability += TrainabilityReport(ratio=learnt.ratio)
             self.state = msgspec.structs.replace(self.state, version=self.state.version + 1)
         else:
             notes.append("every advantage of the batch is 0: there was nothing to learn, and the weights stayed as they were")
+        line |= found.metrics()
         self.state = msgspec.structs.replace(self.state, step=step)
         if step % self._parts.settings.save_every == 0:
             self._save()
@@ -206,14 +206,13 @@ class Loop:
             return False
         return bool(settings.kl_coef or settings.entropy_coef) or any(row.advantages.any() for row in batch.rows)
 
-    def _trainability(self, samples: Mapping[str, SampleSet], credit: CreditCounters, probe: Probe) -> TrainabilityReport:
+    def _trainability(self, samples: Mapping[str, SampleSet], credit: CreditCounters) -> TrainabilityReport:
         """What became of the step's tokens. Raises ``BeyondLimits``, before anything is learnt, where that is too little."""
         found = trainability_report(
             samples.values(),
             policy_version=self.state.version,
             groups=credit.groups + credit.groups_left_out,
             groups_without_signal=credit.groups_without_signal,
-            ratio=probe.ratio,
         )
         self.trainability += found
         write_table(self._parts.metrics.path.parent, self.trainability)

@@ -17,7 +17,7 @@ from rllm_trainer.metrics import EVAL_GREEDY, EVAL_SAMPLED, REWARD_MEAN
 from rllm_trainer.rollout.faults import leaves_gradient
 from rllm_trainer.samples import Counters
 from rllm_trainer.serving.base import CONTINUED, SwapReport
-from rllm_trainer.types import Batch, Group, Sample
+from rllm_trainer.types import Batch, Group
 
 __all__ = [
     "Measures",
@@ -25,7 +25,6 @@ __all__ = [
     "continuation_measures",
     "continuation_notes",
     "evaluation_measures",
-    "probe_rows",
     "rollout_measures",
     "sample_measures",
     "swap_measures",
@@ -33,9 +32,6 @@ __all__ = [
 ]
 
 Measures = dict[str, float]
-
-_PROBE_TOKENS = 128
-"""Tokens that go through the model before and after an update, so that the server can be compared with both."""
 
 
 def rollout_measures(groups: Sequence[Group], seconds: float, *, faults: Mapping[Any, str] | None = None) -> Measures:
@@ -111,16 +107,6 @@ def batch_measures(batch: Batch) -> Measures:
     found["tokens/stale"] = int(((versions >= 0) & (versions != batch.policy_version)).sum())
     found["tokens/oldest"] = int(batch.policy_version - versions[versions >= 0].min(initial=batch.policy_version))
     return found
-
-
-def probe_rows(samples: Sequence[Sample]) -> list[Sample]:
-    """Rows to prove the swap on: evenly drawn, of one temperature, at most ``_PROBE_TOKENS`` tokens or one row."""
-    if not samples:
-        return []
-    samples = [s for s in samples if s.temperature == samples[0].temperature]
-    mean = sum(len(s.token_ids) for s in samples) / len(samples)
-    count = max(1, min(len(samples), int(_PROBE_TOKENS / mean)))
-    return [samples[i * len(samples) // count] for i in range(count)]
 
 
 def update_measures(update: UpdateReport) -> Measures:

@@ -15,7 +15,7 @@ from rllm_trainer.breaks import Break
 from rllm_trainer.limits import Limits
 from rllm_trainer.placing import Reason, SetAside
 from rllm_trainer.samples import Counters, SampleSet
-from rllm_trainer.types import Float32, Sample
+from rllm_trainer.types import Float32, Mask, Sample
 
 __all__ = ["Entry", "Ratio", "Staleness", "TrainabilityReport", "exceeded", "logprob_ratio", "trainability_report"]
 
@@ -180,13 +180,21 @@ def trainability_report(
     )
 
 
-def logprob_ratio(samples: Sequence[Sample], trainer_logprobs: Sequence[Float32]) -> Ratio:
-    """Compare the trainer's logprobs, (T) for each row, with the server's on the trained tokens."""
-    gaps = [(ours - row.logprobs)[row.trained_mask].astype(np.float64) for row, ours in zip(samples, trainer_logprobs, strict=True)]
+def logprob_ratio(samples: Sequence[Sample], trainer_logprobs: Sequence[Float32], at: Sequence[Mask] | None = None) -> Ratio:
+    """Compare the trainer's logprobs, (T) for each row, with the server's.
+
+    Args:
+        at: (T) for each row, the tokens that count, where the trainer's are known; None: the trained ones.
+    """
+    masks = [row.trained_mask for row in samples] if at is None else at
+    gaps = [(ours - row.logprobs)[mask].astype(np.float64) for row, ours, mask in zip(samples, trainer_logprobs, masks, strict=True)]
     gap = np.concatenate(gaps) if gaps else np.empty(0)
+    gap = gap[~np.isnan(gap)]
     if not len(gap):
         return Ratio()
-    return Ratio(tokens=len(gap), total=float(np.exp(gap).sum()), p99=float(np.exp(np.percentile(np.abs(gap), _TAIL))))
+    # the least factor that 99 % of the tokens keep to: what the engine counts by, too
+    tail = float(np.percentile(np.abs(gap), _TAIL, method="inverted_cdf"))
+    return Ratio(tokens=len(gap), total=float(np.exp(gap).sum()), p99=float(np.exp(tail)))
 
 
 def exceeded(report: TrainabilityReport, limits: Limits) -> list[str]:

@@ -5,9 +5,12 @@ Whole tensors, whatever the sharding; a tied head is the embedding and is not li
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
+
+import numpy as np
 
 from rllm_trainer.engine._verl_api import DTensor, convert_weight_keys, distribute_tensor, torch
 from rllm_trainer.engine.tensor_file import RawTensor
@@ -21,6 +24,7 @@ __all__ = [
     "random_states",
     "raw",
     "read_tensors",
+    "seed_all",
     "set_random_states",
     "weights",
     "whole",
@@ -123,6 +127,13 @@ def load_optimizer(engine: Any, tensors: Mapping[str, Any]) -> None:
         engine.optimizer.state[parameter] = {
             key: _like(parameter, value).clone() if value.shape == parameter.shape else value.clone() for key, value in state.items()
         }
+
+
+def seed_all(seed: int) -> None:
+    """Every generator of this process that verl and the libraries below it draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def random_states() -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import random
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
+from rllm_trainer._child import to_array
 from rllm_trainer.engine import _verl_estimators, _verl_state
 from rllm_trainer.engine._verl_api import torch
 from rllm_trainer.engine._verl_loss import TokenLoss
@@ -24,7 +24,7 @@ from rllm_trainer.engine._verl_rows import FlatRows
 from rllm_trainer.engine._verl_setup import make_loss, make_worker
 from rllm_trainer.engine._verl_worker import DEVICE_VARIABLE
 from rllm_trainer.engine.shared_prefix import Trie, build_tries
-from rllm_trainer.engine.tensor_file import write_tensors
+from rllm_trainer.engine.tensor_file import TensorFiles, tensors_digest, write_tensors
 from rllm_trainer.engine.verl_batch import Columns, plan_micro_batches, rows_of_sequences, wanted_for_update
 
 __all__ = ["VerlTrainer"]
@@ -35,6 +35,8 @@ _SAME_LOGPROBS = {"cpu": 1e-3, "cuda": 0.1}
 """Nats by which logprobs of one row may differ between two ways of computing them: float32, and bfloat16 on a GPU."""
 _ATTENTION_EFFICIENCY = 0.5
 """Attention's share of the speed of a plain matrix product."""
+_FEW = 0.01
+"""Share of the tokens that may be further off than asked."""
 
 
 class VerlTrainer:
@@ -45,13 +47,14 @@ class VerlTrainer:
             "device": os.environ[DEVICE_VARIABLE]
         }
         self._rank, self._ranks = int(config["rank"]), int(config["ranks"])
+        self._files = TensorFiles()
         _join_group(self._place)
         self._build(config)
 
     def _build(self, config: dict[str, Any]) -> None:
         self._config: dict[str, Any] = {**config, **self._place}
         torch.set_num_threads(int(config["threads"]))
-        _seed(int(config["seed"]) + self._rank)
+        _verl_state.seed_all(int(config["seed"]) + self._rank)
         self._reference: Any = None
         _import_modules(config)
         self._worker: Any = make_worker(self._config, trained=True)
@@ -87,6 +90,7 @@ class VerlTrainer:
             "update": self.update,
             "gradient": self.gradient,
             "export": self.export,
+            "digest": self.digest,
             "save": self.save,
             "load": self.load,
             "advantages": _verl_estimators.advantages,
@@ -103,7 +107,7 @@ class VerlTrainer:
 
     def _read(self, payload: dict[str, Any], name: str) -> Any:
         rows = FlatRows(payload)
-        wanted = np.ones(len(rows.token_ids), np.bool_)
+        wanted = np.ones(len(rows.token_ids), np.bool_) if payload["at"] is None else to_array(payload["at"]).copy()
         wanted[rows.offsets[:-1]] = False
         worker, flags = self._policy_or_reference(bool(payload["reference"]))
         return self._read_at(rows, wanted, name, worker, flags)
@@ -120,9 +124,11 @@ class VerlTrainer:
         return out
 
     def update(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """``epochs`` optimizer steps on one batch."""
-        steps = [self._step(payload) for _ in range(int(payload["epochs"]))]
-        return {**steps[-1], "steps": len(steps), "differences": steps[0]["differences"]}
+        """``epochs`` optimizer steps on one batch; none where the tokens ``counted`` are further off than ``most_off``."""
+        steps = [self._step(payload, first=True)]
+        while steps[0]["applied"] and len(steps) < int(payload["epochs"]):
+            steps.append(self._step(payload))
+        return {**steps[-1], "steps": len(steps), "logprobs": steps[0]["logprobs"]}
 
     def gradient(self, payload: dict[str, Any]) -> dict[str, Any]:
         """Loss and gradient of one batch, without a step: by parameter name, whole."""
@@ -151,8 +157,22 @@ class VerlTrainer:
             metadata = {"lora_alpha": str(lora["alpha"]), "r": str(lora["r"])}
         if self._rank != 0:
             return {}
-        digest, size = write_tensors(Path(payload["path"]), list(_verl_state.raw(tensors)), metadata)
+        spare = None if payload["spare"] is None else Path(payload["spare"])
+        digest, size = self._files.write(
+            Path(payload["path"]),
+            list(_verl_state.raw(tensors)),
+            metadata,
+            spare=spare,
+            hashed=bool(metadata) or not payload["digest_later"],
+        )
         return {"digest": digest, "num_bytes": size, "tensors": len(tensors), "lora": bool(metadata)}
+
+    def digest(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """Of the weights as they are now, as ``export`` takes it."""
+        engine = self._worker.engine
+        merged = bool(payload["merged"]) and self._config["lora"] is not None
+        tensors = _verl_state.merged_weights(engine) if merged else _verl_state.weights(engine)
+        return {"digest": tensors_digest(list(_verl_state.raw(tensors)))} if self._rank == 0 else {}
 
     def save(self, payload: dict[str, Any]) -> dict[str, Any]:
         """Weights, moments and random states as files of a folder that the parent makes whole."""
@@ -185,9 +205,12 @@ class VerlTrainer:
             _verl_state.set_random_states(_verl_state.read_tensors(random_file))
         return {}
 
-    def _step(self, payload: dict[str, Any]) -> dict[str, Any]:
+    def _step(self, payload: dict[str, Any], *, first: bool = False) -> dict[str, Any]:
         self._worker.optimizer_zero_grad()
-        found = self._forward_backward(payload)
+        found = {**self._forward_backward(payload), "applied": True}
+        if first and self._too_far_off(payload, found["logprobs"]):
+            self._worker.optimizer_zero_grad()
+            return {**found, "applied": False, "grad_norm": float("nan")}
         self._require_gradients()
         norm = float(self._worker.optimizer_step({"lr": float(payload["lr"])})["grad_norm"])
         if not np.isfinite(norm):
@@ -196,6 +219,17 @@ class VerlTrainer:
                 "lower lr, or look for a reward or logprob out of range"
             )
         return {**found, "grad_norm": norm}
+
+    def _too_far_off(self, payload: dict[str, Any], logprobs: Any) -> bool:
+        """Whether more than 1 % of the counted tokens differ from what was recorded by more than the factor ``most_off``."""
+        if payload["most_off"] is None:
+            return False
+        gap = np.abs(logprobs - to_array(payload["recorded_logprobs"]))[to_array(payload["counted"])]
+        gap = gap[~np.isnan(gap)]
+        counts = torch.tensor([len(gap), int((gap > np.log(payload["most_off"])).sum())])
+        if self._ranks > 1:
+            torch.distributed.all_reduce(counts)
+        return bool(counts[1] > _FEW * counts[0])
 
     def _forward_backward(self, payload: dict[str, Any]) -> dict[str, Any]:
         rows = FlatRows(payload)
@@ -208,16 +242,17 @@ class VerlTrainer:
         if self._loss.kind.whole_batch and wanted.any():
             fields["coefficients"], value, averages = self._over_batch(rows, columns, wanted, float(payload["denominator"]))
             whole = (value, averages)
-        differences: list[Any] = [np.zeros(0, np.float32)]
-        tokens = 0
+        logprobs = np.full(len(rows.token_ids), np.nan, np.float32)
+        tokens = computed = 0
         self._loss.clear()
         for tries, live in self._micro_batches(rows, wanted, together):
             share = fields if live else {**fields, **dict.fromkeys(_SHARES & fields.keys(), np.zeros_like(columns.weights))}
             output = self._worker.forward_backward(rows.tensordict(tries, share, live=float(live), **settings))
             if live:
                 places = np.concatenate([trie.places for trie in tries])
-                differences.append(output["log_probs"].values().numpy() - columns.recorded_logprobs[places])
+                logprobs[places] = output["log_probs"].values().numpy()
                 tokens += sum(trie.tokens for trie in tries)
+                computed += len(places)
         terms, averages = self._loss.totals()
         terms = {name: value / self._ranks for name, value in terms.items()}
         if whole is not None:
@@ -227,9 +262,9 @@ class VerlTrainer:
         return {
             "terms": terms,
             "averages": averages,
-            "differences": np.concatenate(differences),
+            "logprobs": logprobs,
             "tokens": tokens,
-            "wanted": int(sum(len(part) for part in differences)),
+            "wanted": computed,
         }
 
     def _over_batch(self, rows: FlatRows, columns: Columns, wanted: Any, denominator: float) -> tuple[Any, float, dict[str, float]]:
@@ -263,7 +298,7 @@ class VerlTrainer:
         found: list[Any] = []
         for self._shares in (False, True):
             self._use_tree_mask(self._shares)
-            found.append(self._read({**travelled, "reference": False}, "log_probs"))
+            found.append(self._read({**travelled, "reference": False, "at": None}, "log_probs"))
         difference = float(np.nanmax(np.abs(found[0] - found[1])))
         if difference > _SAME_LOGPROBS[self._config["device"]]:
             print(f"shared prefixes are computed row by row: a tree of this model's tokens is off by {difference:.1e} nats")  # noqa: T201
@@ -338,12 +373,6 @@ def _import_modules(config: Mapping[str, Any]) -> None:
         sys.path += [entry for entry in config["import_path"] if entry not in sys.path]
     for module in config["modules"]:
         importlib.import_module(module)
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # verl and libraries below it draw from the global generators of this process
-    torch.manual_seed(seed)
 
 
 def _join_group(config: Mapping[str, Any]) -> None:

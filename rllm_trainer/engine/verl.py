@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ from rllm_trainer._child import Child, ChildDied, ChildError, to_array
 from rllm_trainer.advantages.base import Estimates, Units
 from rllm_trainer.config import Settings
 from rllm_trainer.correction import Corrected, Correction
-from rllm_trainer.engine.base import UpdateReport, WeightsFile
+from rllm_trainer.engine.base import MostOff, UpdateReport, WeightsFile
 from rllm_trainer.engine.memory import free_memory, model_shape, with_micro_batch
 from rllm_trainer.engine.verl_batch import pack_rows, pack_token_ids
 from rllm_trainer.engine.verl_settings import Objective, child_settings, passed_to_verl, require_supported
 from rllm_trainer.engine.weights_folder import WeightsFolder
 from rllm_trainer.exceptions import CheckpointError, EngineError
-from rllm_trainer.types import Batch, Float32, Int32
+from rllm_trainer.types import Batch, Float32, Int32, Mask
 
 __all__ = ["Device", "VerlEngine"]
 
@@ -126,24 +127,33 @@ class VerlEngine:
         self._take(self._call("restart", config, self._timeout)[0])
         self._settings, self._model_path = settings, model_path
 
-    def logprobs(self, rows: Sequence[Int32], *, temperatures: Sequence[float], reference: bool = False) -> list[Float32]:
-        """For each row (T) the logprob of each token at the row's temperature, given the ones before it; (T) with NaN first."""
-        return self._per_token("logprobs", rows, temperatures, reference=reference)
+    def logprobs(
+        self, rows: Sequence[Int32], *, temperatures: Sequence[float], reference: bool = False, at: Sequence[Mask] | None = None
+    ) -> list[Float32]:
+        """For each row (T) the logprob of each token at the row's temperature, given the ones before it; (T) with NaN first.
+
+        ``at``: (T) for each row, the tokens that are asked for; NaN elsewhere.
+        """
+        return self._per_token("logprobs", rows, temperatures, reference=reference, at=at)
 
     def sum_pi_squared(self, rows: Sequence[Int32], *, temperatures: Sequence[float]) -> list[Float32]:
         """For each row (T) the sum of squared probabilities of the distribution that each token was drawn from; (T) with NaN first."""
         return self._per_token("sum_pi_squared", rows, temperatures, reference=False)
 
-    def update(self, batch: Batch, *, lr: float) -> UpdateReport:
-        """``ppo_epochs`` optimizer steps on the batch at ``lr``; the report is of the last one, its gap of the first.
+    def update(self, batch: Batch, *, lr: float, most_off: MostOff | None = None) -> UpdateReport:
+        """``ppo_epochs`` optimizer steps on the batch at ``lr``; the report is of the last one, its logprobs of the first.
+
+        ``most_off``: take no step where trainer and server are further apart.
 
         Raises:
             EngineError: the gradient is not finite (the weights are then as before), or the process failed.
         """
         started = time.monotonic()
-        payload = {**self._batch_payload(batch), "lr": lr, "epochs": self._settings.ppo_epochs}
-        replies = self._call("update", payload, self._timeout)
+        how_far = {"most_off": most_off and most_off.factor, "counted": most_off and np.concatenate(most_off.at)}
+        columns = self._batch_payload(batch)
+        replies = self._call("update", {**columns, **how_far, "lr": lr, "epochs": self._settings.ppo_epochs}, self._timeout)
         terms, averages = _merged(replies)
+        logprobs = np.fmax.reduce([to_array(reply["logprobs"]) for reply in replies], axis=0)
         return UpdateReport(
             loss=terms.pop("loss", 0.0),
             grad_norm=float(replies[0]["grad_norm"]),
@@ -152,7 +162,9 @@ class VerlEngine:
             tokens=sum(int(reply["tokens"]) for reply in replies),
             trained_tokens=sum(int(row.sample.trained_mask.sum()) for row in batch.rows),
             seconds=time.monotonic() - started,
-            metrics={**terms, **averages, **_gap(replies)},
+            metrics={**terms, **averages, **_gap(logprobs - columns["recorded_logprobs"])},
+            logprobs=_by_row(logprobs, [row.sample.token_ids for row in batch.rows]),
+            applied=bool(replies[0]["applied"]),
         )
 
     def gradient(self, batch: Batch) -> tuple[float, dict[str, Float32]]:
@@ -186,18 +198,26 @@ class VerlEngine:
         reply = self._call_one("correction", payload, _SHORT)
         return Corrected(weights=to_array(reply["weights"]), kept=to_array(reply["kept"]), metrics=reply["metrics"])
 
-    def export_weights(self, version: int, *, merged: bool = False) -> WeightsFile:
+    def export_weights(self, version: int, *, merged: bool = False, digest_later: bool = False) -> WeightsFile:
         """One safetensors file with the current weights, in shared memory if there is room. The newest two files are kept.
 
         With LoRA it holds the adapter (PEFT names, alpha in its metadata), or base and adapter as one with ``merged``.
+        ``digest_later``: the digest of the weights is taken when it is asked for, which must be before the next update; an adapter's is
+        taken at once.
         """
-        path = self._weights.file(version)
-        found = self._call("export", {"path": str(path), "merged": merged}, self._timeout)[0]
+        path, spare = self._weights.file(version), self._weights.spare(version)
+        asked = {"path": str(path), "spare": spare and str(spare), "merged": merged, "digest_later": digest_later}
+        found = self._call("export", asked, self._timeout)[0]
         self._weights.keep_newest()
+
+        @cache
+        def digest() -> str:
+            return self._call("digest", {"merged": merged}, self._timeout)[0]["digest"]
+
         return WeightsFile(
             path=path,
             version=version,
-            digest=found["digest"],
+            digest=found["digest"] or digest,
             tensors=int(found["tensors"]),
             num_bytes=int(found["num_bytes"]),
             lora=bool(found["lora"]),
@@ -282,7 +302,9 @@ class VerlEngine:
             columns = msgspec.structs.replace(columns, ref_logprobs=np.concatenate(found))
         return {**msgspec.structs.asdict(columns), "denominator": batch.denominator}
 
-    def _per_token(self, method: str, rows: Sequence[Int32], temperatures: Sequence[float], *, reference: bool) -> list[Float32]:
+    def _per_token(
+        self, method: str, rows: Sequence[Int32], temperatures: Sequence[float], *, reference: bool, at: Sequence[Mask] | None = None
+    ) -> list[Float32]:
         if len(rows) != len(temperatures):
             raise ValueError(f"got {len(rows)} rows and {len(temperatures)} temperatures; expected one for each row")
         if any(not temperature > 0 for temperature in temperatures):
@@ -294,10 +316,9 @@ class VerlEngine:
                 )
         if not rows:
             return []
-        payload = {**pack_token_ids(rows, temperatures), "reference": reference}
+        payload = {**pack_token_ids(rows, temperatures), "reference": reference, "at": None if at is None else np.concatenate(at)}
         shares = np.stack([to_array(reply["values"]) for reply in self._call(method, payload, self._timeout)])
-        flat = np.fmax.reduce(shares, axis=0)
-        return [np.ascontiguousarray(part) for part in np.split(flat, np.cumsum([len(row) for row in rows])[:-1])]
+        return _by_row(np.fmax.reduce(shares, axis=0), rows)
 
     def _call(self, method: str, payload: Mapping[str, Any], timeout: float) -> list[dict[str, Any]]:
         """Every rank at once: they meet inside."""
@@ -342,9 +363,13 @@ def _merged(replies: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], dic
     return terms, averages
 
 
-def _gap(replies: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _by_row(flat: Float32, rows: Sequence[Int32]) -> list[Float32]:
+    """(S) -> (T) for each row."""
+    return [np.ascontiguousarray(part) for part in np.split(flat, np.cumsum([len(row) for row in rows])[:-1])]
+
+
+def _gap(differences: Float32) -> dict[str, float]:
     """How far the trainer's logprobs were from the recorded ones before the first step, over the tokens computed."""
-    differences = np.concatenate([to_array(reply["differences"]) for reply in replies])
     differences = differences[np.isfinite(differences)]  # of what nobody sampled there is no other logprob
     if not len(differences):
         return {"update/wanted_tokens": 0.0}

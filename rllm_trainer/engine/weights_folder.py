@@ -1,6 +1,7 @@
 """Where weights lie between an engine and a server of this host: in shared memory if there is room, else in the run folder.
 
-The newest two versions are kept. The folder is locked while its run lives; one whose run was killed is removed by the next run that starts.
+The newest two versions are kept; in shared memory the next one is written over the older of them. The folder is locked while its run
+lives; one whose run was killed is removed by the next run that starts.
 """
 
 from __future__ import annotations
@@ -28,17 +29,25 @@ class WeightsFolder:
         room = (_KEEP + 1) * num_bytes
         in_memory = shared_memory.is_dir() and os.access(shared_memory, os.W_OK) and shutil.disk_usage(shared_memory).free > room
         parent = shared_memory if in_memory else run_dir
+        self._in_memory = in_memory
         self.path, self._lock = _locked_folder(parent)
 
     def file(self, version: int) -> Path:
         """Where the weights of ``version`` go."""
         return self.path / f"weights-{version:06d}.safetensors"
 
+    def spare(self, version: int) -> Path | None:
+        """The file that the weights of ``version`` may be written over; only pages that are there already cannot run out."""
+        files = [file for file in self._files() if file != self.file(version)]
+        return files[0] if self._in_memory and len(files) >= _KEEP else None
+
     def keep_newest(self) -> None:
         """Remove all but the newest two, by the time that they were written."""
-        files = sorted(self.path.glob("weights-*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
-        for old in files[:-_KEEP]:
+        for old in self._files()[:-_KEEP]:
             old.unlink(missing_ok=True)
+
+    def _files(self) -> list[Path]:
+        return sorted(self.path.glob("weights-*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
 
     def close(self) -> None:
         """Remove the folder; safe to call twice."""

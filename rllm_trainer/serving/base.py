@@ -37,9 +37,9 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Int32]
     """Each (T)."""
     old: list[Float32]
-    """The trainer's logprob of each token under the weights before the swap, (T) with NaN first."""
+    """The trainer's logprob of each token under the weights before the swap, (T) with NaN first and on tokens that do not count."""
     new: list[Float32]
-    """Under the weights after it, (T) with NaN first."""
+    """Under the weights after it, likewise."""
     temperature: float = 1.0
 
     def __post_init__(self) -> None:

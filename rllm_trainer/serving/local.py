@@ -190,22 +190,23 @@ class LocalServer:
             ServerError: the file was refused, and the old weights are still served.
             SwapNotProven: what is served now is not what the file holds.
         """
-        before = self._probe(probe) if probe is not None else None
+        before = self._before(probe) if probe is not None else None
         report = self.swap_unproven(weights, check_digest=probe is None or weights.lora)
-        if probe is not None and before is not None:
-            after = self._probe(probe)
-            whole = judge(probe, before[0], after[0])
-            cached = judge(probe, before[1], after[1], what="logprobs behind a cached prefix")
-            if whole.proof == "digest" and not weights.lora:
-                self._prove_by_digest(weights)
-            difference = max(whole.max_difference, cached.max_difference)
-            report = msgspec.structs.replace(report, proof=whole.proof, max_difference=difference)
-        return report
+        if probe is None or before is None:
+            return report
+        now, cached = self._read(probe)
+        whole = judge(probe, before, self._score(probe.rows, probe.temperature) if cached else now)
+        difference = whole.max_difference
+        if cached:
+            difference = max(difference, judge(probe, before, now, what="logprobs behind a cached prefix").max_difference)
+        if whole.proof == "digest" and not weights.lora:
+            self._prove_by_digest(weights)
+        return msgspec.structs.replace(report, proof=whole.proof, max_difference=difference)
 
     def swap_unproven(self, weights: WeightsFile, *, check_digest: bool = False) -> SwapReport:
         """The swap alone. ``check_digest``: the new buffers are hashed and compared before they are served."""
         body = {"path": str(weights.path), "version": weights.version, "lora": weights.lora, "in_flight": self._in_flight}
-        done = self._call("POST", "/rllm/swap", {**body, "digest": weights.digest if check_digest else None})
+        done = self._call("POST", "/rllm/swap", {**body, "digest": weights.taken_digest() if check_digest else None})
         self._version = int(self.stats()["version"])
         if self._version != weights.version:
             raise SwapNotProven(f"after the swap to version {weights.version} the server says {self._version}")
@@ -218,7 +219,7 @@ class LocalServer:
         )
 
     def prompt_logprobs(self, rows: Sequence[Int32], *, temperature: float = 1.0) -> list[Float32]:
-        return self._score(rows, temperature, None)
+        return self._score(rows, temperature)
 
     def served_digest(self) -> str:
         """Digest of the weights read back from the server's own buffers."""
@@ -227,23 +228,35 @@ class LocalServer:
     def close(self) -> None:
         self._child.close(timeout=2.0)
 
-    def _probe(self, probe: Probe) -> tuple[list[Float32], list[Float32]]:
-        """The probe's logprobs, computed whole, and those of each row's second half behind a first half that may be cached."""
-        whole = self._score(probe.rows, probe.temperature, None)
-        cached = self._score(probe.rows, probe.temperature, [max(len(row) // 2, 1) for row in probe.rows])
-        return whole, cached
+    def _before(self, probe: Probe) -> list[Float32]:
+        """The probe's logprobs under the old weights; afterwards its rows lie in the prefix cache, where they could be found by mistake."""
+        found, _ = self._read(probe)
+        complete = all(bool((np.isfinite(now) | np.isnan(old)).all()) for now, old in zip(found, probe.old, strict=True))
+        return found if complete else self._score(probe.rows, probe.temperature)
+
+    def _read(self, probe: Probe) -> tuple[list[Float32], bool]:
+        """The probe's logprobs as a generation would have them, and whether any of its tokens came from the prefix cache.
+
+        What comes before the first token that counts may be cached, or half of the way to the last one."""
+        ends = [_ends(old) for old in probe.old]
+        answer = self._scored(
+            probe.rows, probe.temperature, [first for first, _ in ends], [max(first - 1, last // 2) for first, last in ends]
+        )
+        return _logprobs(answer), any(answer["cached"])
 
     def _prove_by_digest(self, weights: WeightsFile) -> None:
         held = self.served_digest()
-        if held != weights.digest:
+        if held != weights.taken_digest():
             raise SwapNotProven(
-                f"after the swap to version {weights.version} the server holds tensors of digest {held}, not {weights.digest}"
+                f"after the swap to version {weights.version} the server holds tensors of digest {held}, not {weights.taken_digest()}"
             )
 
-    def _score(self, rows: Sequence[Int32], temperature: float, start: list[int] | None) -> list[Float32]:
-        body: dict[str, Any] = {"rows": [row.tolist() for row in rows], "temperature": temperature, "start": start}
-        scored = self._call("POST", "/rllm/score", body)["logprobs"]
-        return [np.array([np.nan if value is None else value for value in row], np.float32) for row in scored]
+    def _score(self, rows: Sequence[Int32], temperature: float) -> list[Float32]:
+        return _logprobs(self._scored(rows, temperature, None, None))
+
+    def _scored(self, rows: Sequence[Int32], temperature: float, start: list[int] | None, reuse: list[int] | None) -> dict[str, Any]:
+        body: dict[str, Any] = {"rows": [row.tolist() for row in rows], "temperature": temperature, "start": start, "reuse": reuse}
+        return self._call("POST", "/rllm/score", body)
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float = _CALL_TIMEOUT) -> dict[str, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=timeout)
@@ -262,6 +275,16 @@ class LocalServer:
         if response.status != 200:
             raise ServerError(f"the local server refused {method} {path} with {response.status}: {answer['error']['message']}")
         return answer
+
+
+def _ends(values: Float32) -> tuple[int, int]:
+    """The first and the last token that has a value; 1 or more."""
+    known = np.flatnonzero(np.isfinite(values[1:])) + 1
+    return (int(known[0]), int(known[-1])) if len(known) else (1, 1)
+
+
+def _logprobs(answer: Mapping[str, Any]) -> list[Float32]:
+    return [np.array([np.nan if value is None else value for value in row], np.float32) for row in answer["logprobs"]]
 
 
 def _environment(threads: int) -> dict[str, str | None]:

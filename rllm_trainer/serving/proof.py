@@ -15,16 +15,19 @@ import numpy as np
 
 from rllm_trainer.exceptions import ServerError
 from rllm_trainer.serving.base import Probe
-from rllm_trainer.types import Float32, Int32
+from rllm_trainer.types import Float32, Row
 
-__all__ = ["SwapNotProven", "Verdict", "judge", "pick_probe"]
+__all__ = ["SwapNotProven", "Verdict", "judge", "telling_rows"]
 
-_LEAST_NOISE = 2e-5
-"""Nats; two float32 programs differ by this much even where one sample shows less."""
+_LEAST_NOISE = 0.02
+"""Part of the noise that is allowed; two programs of one precision differ by this much (2e-5 nats in float32) even where a few tokens
+show less."""
 _TELLING = 10.0
 """A change is asked for where it exceeds the noise this many times."""
 _ALLOWED = 5.0
 """The served logprobs may differ from the new ones by the noise this many times."""
+_LITTLE_LONGER = 1.125
+"""As long as the shortest: up to this many times."""
 
 
 class SwapNotProven(ServerError):
@@ -71,7 +74,7 @@ def judge(
             f"before the swap the server's {what} differed from the trainer's by up to {measured:.2g} nats "
             f"(at most {most_noise:g} was expected): it was not serving the weights that the trainer had"
         )
-    noise = max(measured, _LEAST_NOISE)
+    noise = max(measured, _LEAST_NOISE * most_noise)
     moved = np.abs(new - old) > _TELLING * noise
     difference = float(np.abs(now - new).max())
     if not difference <= _ALLOWED * noise:
@@ -85,10 +88,27 @@ def judge(
     return Verdict(proof="logprobs" if moved.any() else "digest", max_difference=difference, noise=noise, telling_tokens=int(moved.sum()))
 
 
-def pick_probe(
-    rows: Sequence[Int32], old: Sequence[Float32], new: Sequence[Float32], *, temperature: float = 1.0, max_rows: int = 4
-) -> Probe:
-    """The rows with the tokens that moved most, at most ``max_rows`` of them, in their order."""
-    moves = [float(np.nanmax(np.abs(n - o))) if len(o) > 1 else 0.0 for o, n in zip(old, new, strict=True)]
-    kept = sorted(sorted(range(len(rows)), key=lambda i: -moves[i])[:max_rows])
-    return Probe(rows=[rows[i] for i in kept], old=[old[i] for i in kept], new=[new[i] for i in kept], temperature=temperature)
+def telling_rows(rows: Sequence[Row], *, most_tokens: int = 64, most_rows: int = 4) -> list[tuple[int, int]]:
+    """(row, stop) of the beginnings of rows that an update should move most: each up to the end of a reply that is trained.
+
+    A token moves the further, the larger its advantage and the less likely it was. Scoring costs by the token, so of one that is to be
+    looked at in its context short ones are taken: of ``most_tokens`` together, or as long as the shortest one there is.
+    """
+    rows_of_one = [number for number, row in enumerate(rows) if row.sample.temperature == rows[0].sample.temperature]
+    begun = [_beginning(rows[number], span.stop, number) for number in rows_of_one for span in rows[number].sample.spans if span.trained]
+    if not begun:
+        return []
+    left = max(most_tokens, min(stop for _, stop, _ in begun) * _LITTLE_LONGER)
+    picked: dict[int, int] = {}
+    for _, stop, number in sorted(begun, key=lambda one: (-one[0], one[1:])):
+        if number not in picked and stop <= left and len(picked) < most_rows:
+            picked[number] = stop
+            left -= stop
+    return sorted(picked.items())
+
+
+def _beginning(row: Row, stop: int, number: int) -> tuple[float, int, int]:
+    """(how far its tokens should move together, stop, number)."""
+    trained = row.sample.trained_mask[:stop]
+    unlikely = 1 - np.exp(np.nan_to_num(row.sample.logprobs[:stop][trained], nan=0.0))
+    return float((np.abs(row.advantages[:stop][trained]) * unlikely).sum()), stop, number

@@ -199,9 +199,9 @@ class DoorServer:
         if weights.lora:
             return
         held = self._call("held_digest", {})["digest"]
-        if held is not None and held != weights.digest:
+        if held is not None and held != weights.taken_digest():
             raise SwapNotProven(
-                f"after the swap to version {weights.version} {self._name} holds tensors of digest {held}, not {weights.digest}"
+                f"after the swap to version {weights.version} {self._name} holds tensors of digest {held}, not {weights.taken_digest()}"
             )
 
     def _cached(self, row: list[int], salt: str) -> int | None:

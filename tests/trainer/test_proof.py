@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rllm_trainer.serving.base import Probe
-from rllm_trainer.serving.proof import SwapNotProven, judge, pick_probe
-from rllm_trainer.types import Float32, Int32
+from rllm_trainer.serving.proof import SwapNotProven, judge, telling_rows
+from rllm_trainer.types import Float32, Int32, Row, Sample, SampledSpan
 
 NAN = float("nan")
 
@@ -75,9 +75,49 @@ def test_a_probe_that_says_nothing_is_refused() -> None:
         Probe(rows=[ids(2)], old=[floats(NAN, -1.0)], new=[floats(NAN)])
 
 
-def test_the_rows_that_moved_most_are_picked() -> None:
-    """At most so many rows, those with the largest single move, in their order; a row of one token never."""
-    rows = [ids(2), ids(2), ids(1), ids(2)]
-    old = [floats(NAN, -1.0), floats(NAN, -1.0), floats(NAN), floats(NAN, -1.0)]
-    new = [floats(NAN, -1.2), floats(NAN, -1.1), floats(NAN), floats(NAN, -2.0)]
-    assert [values[1] for values in pick_probe(rows, old, new, max_rows=2).new] == pytest.approx([-1.2, -2.0])
+def row(prompt: int, *replies: tuple[list[float], float], temperature: float = 1.0) -> Row:
+    """A prompt of so many tokens, then replies of these logprobs and this advantage, with three tokens between two of them."""
+    logprobs: list[float] = [NAN] * prompt
+    advantages: list[float] = [0.0] * prompt
+    spans: list[SampledSpan] = []
+    for number, (values, advantage) in enumerate(replies):
+        if number:
+            logprobs += [NAN] * 3
+            advantages += [0.0] * 3
+        start, stop = len(logprobs), len(logprobs) + len(values)
+        spans.append(SampledSpan(span_id=f"c{number}", choice=0, trajectory_id="t", role="r", start=start, stop=stop))
+        logprobs += values
+        advantages += [advantage] * len(values)
+    sampled = ~np.isnan(floats(*logprobs))
+    sample = Sample(
+        id="s",
+        episode_id="e",
+        task_id="q",
+        token_ids=ids(len(logprobs)),
+        trained_mask=sampled,
+        logprobs=floats(*logprobs),
+        versions=np.where(sampled, 0, -1).astype(np.int32),
+        temperature=temperature,
+        spans=spans,
+    )
+    return Row(sample=sample, advantages=floats(*advantages), weights=sampled.astype(np.float32), old_logprobs=floats(*logprobs), group="g")
+
+
+def test_the_rows_that_should_move_most_are_looked_at() -> None:
+    """By advantage and how unlikely the tokens were, up to the end of a reply; at one temperature, at most so many tokens and rows."""
+    sure, torn = [-0.01, -0.01], [-2.0, -2.0]
+    assert telling_rows([row(10, (sure, 1.0)), row(10, (torn, 1.0)), row(10, (torn, 0.1))], most_tokens=24) == [(1, 12), (2, 12)]
+    assert telling_rows([row(10, (torn, 1.0), (torn, -1.0))], most_tokens=64) == [(0, 17)]
+    assert telling_rows([row(100, (torn, 1.0), (torn, -1.0))], most_tokens=64) == [(0, 107)]
+    assert telling_rows([row(100, (torn, 1.0), ([-2.0] * 20, -1.0))], most_tokens=64) == [(0, 102)]
+    assert telling_rows([row(4, (torn, 1.0)), row(4, (torn, 1.0), temperature=0.5)]) == [(0, 6)]
+    assert telling_rows([row(4, (torn, 1.0)) for _ in range(9)]) == [(0, 6), (1, 6), (2, 6), (3, 6)]
+    assert telling_rows([row(4)]) == []
+
+
+def test_half_precision_has_a_noise_of_its_own() -> None:
+    """A token that happens to agree in bfloat16 does not make the next one's usual difference a fault."""
+    was, now = [floats(NAN, -1.0, -2.0, -3.0)], [floats(NAN, -1.5, -2.0, -2.46)]
+    assert judge(MOVED, was, now, most_noise=0.5).noise == pytest.approx(0.01)
+    with pytest.raises(SwapNotProven):
+        judge(MOVED, was, now)

@@ -363,7 +363,7 @@ async def _score(service: Service, request: Request) -> Response:
     if scored is None:
         return _GONE
     rows = [[None if value != value else value for value in job.logprobs.tolist()] for job in scored]
-    return _json({"logprobs": rows, "versions": [job.version for job in scored]})
+    return _json({"logprobs": rows, "versions": [job.version for job in scored], "cached": [job.cached for job in scored]})
 
 
 async def _pause(service: Service, request: Request) -> Response:

@@ -185,33 +185,33 @@ class Generation:
 class Scoring:
     """Given ids whose logprobs are wanted. ``news`` gets itself, once, when it is done."""
 
-    def __init__(self, ids: Sequence[int], *, start: int, temperature: float, top: int, reuse: bool) -> None:
+    def __init__(self, ids: Sequence[int], *, start: int, temperature: float, top: int, reuse: int) -> None:
         self.ids = list(ids)
+        self.start = start
+        """The first token that is wanted."""
+        self.reuse = reuse
+        """Most tokens that may come from the prefix store."""
+        self.cached = 0
+        """How many did."""
         self.lane: Lane | None = None
         self.arrival = 0
         self.cancelled = False
         self.version = 0
         self.logprobs = np.full(len(self.ids), np.nan, np.float32)
-        """(T) NaN before ``start``."""
+        """(T) NaN before ``start``, and where what came before was not computed."""
         self.tops: list[list[tuple[int, float]]] = [[] for _ in self.ids]
         self.news: asyncio.Queue[Scoring] = asyncio.Queue()
-        self._start = start
         self._temperature = temperature
         self._top = top
-        self._reuse = reuse
 
     @property
     def decodes(self) -> bool:
         return False
 
-    @property
-    def reuse(self) -> int:
-        return self._start - 1 if self._reuse else 0
-
     def take(self, first: int, logits_RV: Tensor) -> None:
         """Logits that predict tokens first, first + 1, ..."""
         with torch.inference_mode():
-            skip = max(self._start - first, 0)
+            skip = max(self.start - first, 0)
             rows = logits_RV[skip:]
             if not len(rows):
                 return

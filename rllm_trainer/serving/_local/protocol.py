@@ -177,8 +177,10 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rows: list[list[int]]
     temperature: Annotated[float, msgspec.Meta(gt=0, le=100)] = 1.0
     start: list[int] | None = None
-    """Per row, the first token whose logprob is wanted (1 or more); what lies before it may come from the prefix cache, as it would
-    in generation. None: every token is computed anew."""
+    """Per row, the first token whose logprob is wanted (1 or more). None: the second."""
+    reuse: list[int] | None = None
+    """Per row, how many of its first tokens may come from the prefix cache, as in generation: a wanted token among them has no
+    logprob. None: every token is computed anew."""
 
 
 def decode(body: bytes, kind: type[T]) -> T:

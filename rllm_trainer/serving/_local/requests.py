@@ -178,19 +178,21 @@ class Intake:
 
     def scorings(self, request: ScoreRequest) -> list[Scoring]:
         starts = request.start or [1] * len(request.rows)
-        if len(starts) != len(request.rows):
-            raise ApiError(400, f"got {len(starts)} starts for {len(request.rows)} rows; expected one each", param="start")
+        reuses = request.reuse or [0] * len(request.rows)
+        for name, given in (("start", starts), ("reuse", reuses)):
+            if len(given) != len(request.rows):
+                raise ApiError(400, f"got {name} for {len(given)} rows, and {len(request.rows)} rows; expected one each", param=name)
         jobs: list[Scoring] = []
-        for row, start in zip(request.rows, starts, strict=True):
+        for row, start, reuse in zip(request.rows, starts, reuses, strict=True):
             self._check_ids(row)
             if not 1 <= start <= len(row):
                 raise ApiError(400, f"got start {start} for a row of {len(row)} tokens; expected 1 to {len(row)}", param="start")
-            jobs.append(Scoring(row, start=start, temperature=request.temperature, top=0, reuse=request.start is not None))
+            jobs.append(Scoring(row, start=start, temperature=request.temperature, top=0, reuse=reuse))
         return jobs
 
     def prompt_scoring(self, ids: Sequence[int], top: int) -> Scoring:
         """For ``echo`` and ``prompt_logprobs``: every prompt token at temperature 1."""
-        return Scoring(ids, start=1, temperature=1.0, top=top, reuse=False)
+        return Scoring(ids, start=1, temperature=1.0, top=top, reuse=0)
 
     def _asked(
         self,

@@ -30,6 +30,8 @@ class Lane(msgspec.Struct, kw_only=True, eq=False):
     """Prompt and sampled ids so far; the owner appends what it samples."""
     decodes: bool
     """False: only scored, it ends with its prompt."""
+    scored_from: int = 1
+    """Of a lane that is only scored, the first token whose logits are wanted."""
     computed: int = 0
     """Tokens whose keys and values are there."""
     cached: int = 0
@@ -164,7 +166,8 @@ class NativeRunner:
             lane.computed += count
             if not lane.decodes:
                 rows = min(count, len(lane.ids) - 1 - chunk.start)
-                scored.append((lane, chunk.start + 1, at, at + rows))
+                skip = max(lane.scored_from - 1 - chunk.start, 0)
+                scored.append((lane, chunk.start + 1 + skip, at + skip, at + rows))
             elif lane.computed == len(lane.ids):
                 lanes.append(lane)
                 wanted.append(at + count - 1)

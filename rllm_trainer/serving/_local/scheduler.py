@@ -284,7 +284,9 @@ class Scheduler:
             if lane is None:
                 break
             job.lane = lane
-            if isinstance(job, Generation) and not job.admitted:
+            if isinstance(job, Scoring):
+                job.cached, lane.scored_from = lane.cached, job.start
+            elif not job.admitted:
                 job.admitted, job.cached_tokens = True, lane.cached
             self.stats.prompt_tokens_cached += lane.cached
             self._active[id(lane)] = job

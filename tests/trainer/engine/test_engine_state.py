@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from rllm_trainer._digest import file_digest
 from rllm_trainer.batching import make_batch
 from rllm_trainer.config import make_settings
+from rllm_trainer.engine.base import MostOff
 from rllm_trainer.exceptions import CheckpointError, EngineError, SettingError
 from rllm_trainer.types import Batch, Row
 
@@ -207,6 +208,45 @@ def test_weights_files_are_whole_digested_and_two(fresh: Any, tiny: Path, batch:
     assert (newest.tensors, newest.num_bytes) == (len(stored), sum(value.nbytes for value in stored.values()))
     engine.update(batch, lr=1e-3)
     assert engine.export_weights(4).digest != newest.digest
+
+
+def test_a_weights_file_is_written_over_the_one_before_the_last(fresh: Any, batch: Batch) -> None:
+    """In shared memory two files take turns; a digest that is taken later is that of the file."""
+    engine = fresh()
+    inodes: list[int] = []
+    for version in range(1, 5):
+        engine.update(batch, lr=1e-3)
+        file = engine.export_weights(version, digest_later=True)
+        assert file.taken_digest() == file_digest(file.path)
+        inodes.append(file.path.stat().st_ino)
+    assert [file.name for file in sorted(file.path.parent.glob("*.safetensors"))] == [
+        "weights-000003.safetensors",
+        "weights-000004.safetensors",
+    ]
+    if file.path.is_relative_to("/dev/shm"):
+        assert inodes[2:] == inodes[:2]
+
+
+def test_an_update_says_what_it_began_with_and_may_be_declined(fresh: Any, batch: Batch) -> None:
+    """Its logprobs are those before the step, on tokens that the loss needed; where too many are too far off, no step is taken."""
+    engine = fresh()
+    rows, ones = [row.sample.token_ids for row in batch.rows], [1.0, 1.0]
+    before = engine.logprobs(rows, temperatures=ones)
+    trained = [row.sample.trained_mask for row in batch.rows]
+    own = [np.abs(ours - row.sample.logprobs)[row.sample.trained_mask] for ours, row in zip(before, batch.rows, strict=True)]
+    most = float(np.exp(np.concatenate(own).max()))
+    declined = engine.update(batch, lr=1e-2, most_off=MostOff(factor=most * 0.99, at=trained))
+    assert not declined.applied
+    for found, expected in zip(engine.logprobs(rows, temperatures=ones), before, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    nobodys = MostOff(factor=1.0, at=[np.zeros_like(mask) for mask in trained])
+    assert engine.update(batch, lr=0.0, most_off=nobodys).applied
+    report = engine.update(batch, lr=1e-2, most_off=MostOff(factor=most * 1.01, at=trained))
+    assert report.applied
+    for found, expected, mask in zip(report.logprobs, before, trained, strict=True):
+        np.testing.assert_allclose(found[mask], expected[mask], atol=1e-5)
+        assert np.isnan(found[~mask]).all()
+    assert np.nanmax(np.abs(engine.logprobs(rows, temperatures=ones, at=trained)[0] - before[0])) > 1e-3
 
 
 def test_resume_is_bit_identical(fresh: Any, batch: Batch, tmp_path: Path) -> None:
