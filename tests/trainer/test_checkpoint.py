@@ -1,6 +1,8 @@
 """The run folder: checkpoints are whole or not there, rollouts come back equal, and one run owns it."""
 
 import datetime
+import os
+import sys
 
 import pytest
 
@@ -48,6 +50,30 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match=r"could not be written: .*No space left on device; free space"):
         checkpoints.save(State(step=2), EngineOnDisk(full=True))
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the names of open files are read from /proc")
+def test_a_checkpoint_is_written_aside_synced_and_renamed(tmp_path, monkeypatch):
+    """Under its name there is nothing until every file of it has been synced; the rename is synced after it."""
+    final = tmp_path / "checkpoints" / "step-000001"
+    seen = []
+
+    class Watching(EngineOnDisk):
+        def save(self, folder):
+            super().save(folder)
+            seen.append(("written", final.exists()))
+
+    def fsync(handle):
+        seen.append((os.path.basename(os.readlink(f"/proc/self/fd/{handle}")), final.exists()))
+        synced(handle)
+
+    synced = os.fsync
+    monkeypatch.setattr("os.fsync", fsync)
+    Checkpoints(tmp_path, keep=1).save(State(step=1), Watching())
+    assert seen[0] == ("written", False)
+    assert {("model.safetensors", False), ("state.json", False), ("engine", False), (".step-000001.tmp", False)} <= set(seen)
+    assert seen[-1] == ("checkpoints", True)
+    assert [exists for _, exists in seen] == [False] * (len(seen) - 1) + [True]
 
 
 def test_a_half_written_checkpoint_is_passed_over(tmp_path):

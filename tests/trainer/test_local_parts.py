@@ -229,3 +229,12 @@ def test_reported_logprobs_are_those_of_what_was_sampled() -> None:
 def test_a_diverged_model_is_seen() -> None:
     """Logits that are not finite give no made-up logprob."""
     assert np.isnan(draw([float("nan"), 1.0])[1])
+
+
+def test_every_seed_of_64_bits_has_random_numbers_of_its_own() -> None:
+    """Negative seeds, as hashes are, and those from 2**63 on differ too; a seed's first choice is not its second."""
+    seeds = [0, 1, -1, -2, -(2**63), 2**63, 2**63 + 1, 2**62 + 1, 2**62]
+    drawn = [generator(seed, choice).integers(0, 2**62) for seed in seeds for choice in (0, 1)]
+    assert len(set(drawn)) == 2 * len(seeds) - 2
+    assert generator(-(2**63), 0).integers(0, 2**62) == generator(2**63, 0).integers(0, 2**62)
+    assert generator(7, 1).integers(0, 2**62) == generator(7, 1).integers(0, 2**62)

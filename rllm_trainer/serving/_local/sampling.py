@@ -70,8 +70,8 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def generator(seed: int, choice: int) -> np.random.Generator:
-    """The random numbers of one choice of one request."""
-    return np.random.Generator(np.random.Philox(key=[seed & (2**64 - 1), choice]))
+    """The random numbers of one choice of one request; any integer is a seed, and those of 64 bits, negative ones too, all differ."""
+    return np.random.Generator(np.random.Philox(key=np.array([seed & (2**64 - 1), choice], np.uint64)))
 
 
 def sample(logits_RV: Tensor, rows: Sequence[Row]) -> list[Sampled]:
