@@ -23,6 +23,10 @@ from typing import Any
 MEDIAN, P99, LONGEST = 2.0, 20.0, 30.0
 SEED = 0
 _DEADLINE = 600.0
+_CLIENTS = 32
+"""Of a worker: the work of one client's connection pool grows with the square of the calls that wait in it."""
+_WITHOUT = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+"""Processes of Ray's that are not needed here."""
 
 
 class Herd:
@@ -38,7 +42,8 @@ class Herd:
 
         rllm.configure(exporters=[OTLPExporter(tokens=True)], capture_content=True, tokens=True)
         self._server = ScriptedServer().__enter__()
-        self._client = openai.AsyncOpenAI(base_url=self._server.base_url, api_key=self._server.api_key, max_retries=0, timeout=300)
+        key, url = self._server.api_key, self._server.base_url
+        self._clients = [openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=300) for _ in range(_CLIENTS)]
         self._open = 0
         self._most = 0
         self._all = asyncio.Event()
@@ -53,7 +58,8 @@ class Herd:
                 self._opened.set()
             await self._all.wait()
             await asyncio.sleep(wait)
-            done = await self._client.chat.completions.create(model="m", messages=[{"role": "user", "content": str(number)}])
+            client = self._clients[number % _CLIENTS]
+            done = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": str(number)}])
             self._open -= 1
             return len(done.choices)
 
@@ -66,7 +72,7 @@ class Herd:
         self._all.clear()
         self._opened.clear()
         self._most, self._share = 0, len(waits)
-        started = time.monotonic()
+        started, cpu = time.monotonic(), time.process_time()
         tasks = [asyncio.create_task(self._episode(first + number, wait)) for number, wait in enumerate(waits)]
         await self._opened.wait()
         self._all.set()
@@ -78,6 +84,7 @@ class Herd:
             "failed": failed,
             "sent": sent,
             "seconds": time.monotonic() - started,
+            "cpu_seconds": time.process_time() - cpu,
             "rss": resident(),
             "dropped": rllm.stats()["dropped"],
         }
@@ -115,10 +122,10 @@ def main() -> int:
     def keep(episode: Any) -> None:
         arrived[episode.id] = arrived.get(episode.id, 0) + sum(call.complete for call in episode.calls)
 
-    os.environ |= {"RAY_memory_monitor_refresh_ms": "0"}
+    os.environ |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_prestart_worker_first_driver": "0"}
     cluster = Cluster()
     for _ in range(2):
-        cluster.add_node(num_cpus=asked.workers, object_store_memory=100 * 2**20)
+        cluster.add_node(num_cpus=asked.workers, object_store_memory=100 * 2**20, **_WITHOUT)
     ray.init(address=cluster.address, log_to_driver=False)
     lines: list[dict[str, Any]] = []
     try:
@@ -129,6 +136,7 @@ def main() -> int:
             share = asked.episodes // asked.workers
             for number in range(asked.rounds):
                 arrived.clear()
+                cpu = time.process_time()
                 waits = [scripted_waits(share, SEED + worker) for worker in range(asked.workers)]
                 said = ray.get([herd.round.remote(worker * share, waits[worker]) for worker, herd in enumerate(herds)], timeout=_DEADLINE)
                 receiver.wait((number + 1) * share * asked.workers, timeout=_DEADLINE)
@@ -143,6 +151,8 @@ def main() -> int:
                         "all_sent": all(one["sent"] for one in said),
                         "home_mb": resident() / 2**20,
                         "workers_mb": [one["rss"] / 2**20 for one in said],
+                        "home_cpu_seconds": time.process_time() - cpu,
+                        "workers_cpu_seconds": [one["cpu_seconds"] for one in said],
                         "seconds": max(one["seconds"] for one in said),
                     }
                 )
