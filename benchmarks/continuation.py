@@ -44,7 +44,7 @@ def main() -> None:
     apps = {name: app for name, app in zip(APPS, (ask, _as_it_comes()), strict=True) if name in options.apps}
     model = resolve_model(options.model)
     with tempfile.TemporaryDirectory() as folder:
-        for setting in SETTINGS:
+        for setting in options.settings:
             server = LocalServer.start(model, run_dir=Path(folder) / setting, threads=1, max_model_len=1024, continuation=setting)
             try:
                 for name, app in apps.items():
@@ -104,6 +104,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=None, help="a model folder; default: the embedded model")
     parser.add_argument("--apps", nargs="+", default=APPS, choices=APPS)
+    parser.add_argument("--settings", nargs="+", default=SETTINGS, choices=SETTINGS)
     parser.add_argument("--questions", type=int, default=96)
     return parser.parse_args()
 

@@ -39,6 +39,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from rllm_trainer._starts import GivenUp, starting
 from rllm_trainer.exceptions import TrainerError
 
 __all__ = ["Child", "ChildDied", "ChildError", "child_config", "serve", "to_array"]
@@ -52,6 +53,8 @@ _TAIL_BYTES = 16_384
 _FD_FLAG = "--rllm-child-fd="
 _PR_SET_PDEATHSIG = 1
 _MAX_WAITING_CALLS = 64
+_GIVEN_UP = 2.0
+"""Seconds from TERM to KILL for a child that nobody waits for any more."""
 
 
 class ChildDied(TrainerError, RuntimeError):
@@ -178,7 +181,7 @@ class Child:
             start_timeout: seconds until it must be serving.
 
         Raises:
-            ChildDied: it ended, or did not serve in time (it is then gone); the message has its last log lines.
+            ChildDied: it ended, did not serve in time, or was given up (it is then gone); the message has its last log lines.
         """
         child = cls(name, Path(log_path))
         command = [sys.executable, "-P", "-m", module, f"{_FD_FLAG}{child._far.fileno()}"]
@@ -189,10 +192,15 @@ class Child:
             child._sock.close()
             raise ChildDied(f"{name} could not be started: {child._start_error}") from child._start_error
         deadline = time.monotonic() + start_timeout
+        starts = starting.get()
         try:
-            child._sock.settimeout(start_timeout)
-            _send(child._sock, {"config": config})
-            child.ready = child._inbox.read(deadline)["ready"]
+            with contextlib.nullcontext() if starts is None else starts.held(lambda: child.close(timeout=_GIVEN_UP)):
+                child._sock.settimeout(start_timeout)
+                _send(child._sock, {"config": config})
+                child.ready = child._inbox.read(deadline)["ready"]
+        except GivenUp:
+            child.close(timeout=_GIVEN_UP)
+            raise ChildDied(f"{name} was given up while it started") from None
         except TimeoutError:
             child.close(timeout=2.0)
             raise ChildDied(child._obituary(f"{name} was not ready within {start_timeout:g} s and was ended")) from None

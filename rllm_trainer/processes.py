@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from rllm_trace.routing import CallSites, Route
+from rllm_trainer._starts import Starts, starting
 from rllm_trainer.config import Settings
 from rllm_trainer.engine.verl_settings import Objective
 from rllm_trainer.exceptions import ServerError
@@ -26,8 +27,8 @@ from rllm_trainer.serving.replicas import Replicas
 __all__ = ["route_to", "running", "serving", "start_engine", "start_server", "training"]
 
 _POLL = 0.2
-_STARTS_WITHIN = 300.0
-"""Seconds after which a start that nobody waits for has failed by its own deadline."""
+_GIVEN_UP_WITHIN = 60.0
+"""Seconds that a start gets to come to its end once nobody waits for it."""
 
 
 class _Closable(Protocol):
@@ -140,10 +141,19 @@ def _require_capable(can: Capabilities, *, lora: bool) -> None:
         raise ServerError(f"the server cannot be trained with: it lacks {', '.join(missing)}")
 
 
-def _started(name: str, start: Callable[[], T]) -> Future[T]:
-    future: Future[T] = Future()
+class _Start(Future[T]):
+    """What will have been started, and the way to stop waiting for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.starts = Starts()
+
+
+def _started(name: str, start: Callable[[], T]) -> _Start[T]:
+    future: _Start[T] = _Start()
 
     def run() -> None:
+        starting.set(future.starts)
         try:
             future.set_result(start())
         except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
@@ -164,7 +174,9 @@ def _wait(starting: Sequence[Future[Any]], stop: threading.Event) -> None:
         pause.wait(_POLL)
 
 
-def _close(future: Future[T]) -> None:
-    """Close what was started, also where it is still starting: nothing is left behind."""
+def _close(start: _Start[T]) -> None:
+    """Close what was started; what is still starting is ended: nothing is left behind, and nothing waited for."""
+    if not start.done():
+        start.starts.give_up()
     with contextlib.suppress(Exception):
-        future.result(timeout=_STARTS_WITHIN).close()
+        start.result(timeout=_GIVEN_UP_WITHIN).close()

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextvars import copy_context
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ class VerlEngine:
             )
 
         with ThreadPoolExecutor(ranks) as pool:
-            futures = [pool.submit(start_rank, rank) for rank in range(ranks)]
+            futures = [pool.submit(copy_context().run, start_rank, rank) for rank in range(ranks)]
         if meeting is not None:
             shutil.rmtree(meeting, ignore_errors=True)
         failed = next((error for future in futures if (error := future.exception()) is not None), None)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -88,7 +89,7 @@ class Replicas:
             ServerError: one did not start; the others are closed.
         """
         with ThreadPoolExecutor(len(starts)) as pool:
-            futures = [pool.submit(start) for start in starts]
+            futures = [pool.submit(copy_context().run, start) for start in starts]
         failed = next((error for future in futures if (error := future.exception()) is not None), None)
         if failed is not None:
             for future in futures:
