@@ -24,7 +24,7 @@ from rllm_trainer.serving.proof import telling_rows
 from rllm_trainer.trainability_report import Ratio, TrainabilityReport, exceeded, logprob_ratio
 from rllm_trainer.types import Batch, Float32, Int32, Mask
 
-__all__ = ["Learnt", "learn"]
+__all__ = ["Learnt", "learn", "learns"]
 
 
 class Learnt(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +33,13 @@ class Learnt(msgspec.Struct, frozen=True, kw_only=True):
     measures: Measures
     ratio: Ratio
     """Trainer's over server's probability of the tokens that the weights before the update sampled, where the update computed it."""
+
+
+def learns(batch: Batch, settings: Settings) -> bool:
+    """Whether the update can move the weights: some advantage, or a term that needs none."""
+    if not batch.rows:
+        return False
+    return bool(settings.kl_coef or settings.entropy_coef) or any(row.advantages.any() for row in batch.rows)
 
 
 def learn(batch: Batch, *, steps: int | None, settings: Settings, engine: Engine, server: Server | None, report: Report) -> Learnt:

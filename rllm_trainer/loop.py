@@ -26,8 +26,8 @@ from rllm_trainer.config import Settings
 from rllm_trainer.credit_log import CreditLog
 from rllm_trainer.engine.base import Engine
 from rllm_trainer.evaluation import Evaluation, Evaluator
-from rllm_trainer.exceptions import BeyondLimits, RunStopped
-from rllm_trainer.learning import learn
+from rllm_trainer.exceptions import BeyondLimits, RunStopped, TrainerError
+from rllm_trainer.learning import learn, learns
 from rllm_trainer.measures import (
     batch_measures,
     continuation_measures,
@@ -55,7 +55,7 @@ from rllm_trainer.trainability import (
 )
 from rllm_trainer.trainability_report import TrainabilityReport, exceeded, trainability_report
 from rllm_trainer.trainability_table import write_table
-from rllm_trainer.types import Batch, Rollout
+from rllm_trainer.types import Rollout
 
 __all__ = ["Loop", "Parts", "TrainingEngine"]
 
@@ -100,16 +100,18 @@ class Loop:
         self._parts = parts
         self._looked = False
         self._continued = Counter[str]()
+        self._whole = True
+        """The engine's weights are those of ``state``."""
 
     def run(self) -> State:
-        """Take every step that is left. A checkpoint of the last whole step is written whatever ends it.
+        """Take every step that is left. Whatever ends it, the last whole step is saved, unless an update broke off halfway.
 
         Raises:
             RunInterrupted: the stop event was set.
             RunStopped: going on would train nothing or the wrong thing.
         """
         try:
-            while not self._finished():
+            while self.state.steps is None or self.state.step < self.state.steps:
                 if self._parts.stop.is_set():
                     raise RunInterrupted
                 step = self.state.step + 1
@@ -118,15 +120,12 @@ class Loop:
                     self._parts.report.note(f"the rows ran out after step {self.state.step}")
                     break
                 self._step(step, collected)
-        except (RunInterrupted, RunStopped):
-            self._save()
+        except Exception as error:
+            self._save_after(error)
             raise
         self._save()
         self._last_evaluation()
         return self.state
-
-    def _finished(self) -> bool:
-        return self.state.steps is not None and self.state.step >= self.state.steps
 
     def _step(self, step: int, collected: Collected) -> None:
         started = time.monotonic()
@@ -155,8 +154,8 @@ class Loop:
             self._parts.credit.write(step, batch)
         line |= prepared.credit.measures() | prepared.correction | batch_measures(batch)
         found = self._trainability(samples, prepared.credit)
-        if self._learns(batch):
-            p = self._parts
+        if learns(batch, self._parts.settings):
+            p, self._whole = self._parts, False
             learnt = learn(batch, steps=self.state.steps, settings=p.settings, engine=p.engine, server=p.server, report=p.report)
             line |= learnt.measures
             found = msgspec.structs.replace(found, ratio=learnt.ratio)
@@ -165,7 +164,7 @@ class Loop:
         else:
             notes.append("every advantage of the batch is 0: there was nothing to learn, and the weights stayed as they were")
         line |= found.metrics()
-        self.state = msgspec.structs.replace(self.state, step=step)
+        self.state, self._whole = msgspec.structs.replace(self.state, step=step), True
         if step % self._parts.settings.save_every == 0:
             self._save()
         try:
@@ -198,13 +197,6 @@ class Loop:
         require_signal(collected.groups, samples, sites)
         for sentence in [*site_findings(sites), *role_findings(self._parts.settings.algorithm, collected.groups)]:
             self._parts.report.warn(sentence)
-
-    def _learns(self, batch: Batch) -> bool:
-        """Whether the update can move the weights: some advantage, or a term that needs none."""
-        settings = self._parts.settings
-        if not batch.rows:
-            return False
-        return bool(settings.kl_coef or settings.entropy_coef) or any(row.advantages.any() for row in batch.rows)
 
     def _trainability(self, samples: Mapping[str, SampleSet], credit: CreditCounters) -> TrainabilityReport:
         """What became of the step's tokens. Raises ``BeyondLimits``, before anything is learnt, where that is too little."""
@@ -241,6 +233,14 @@ class Loop:
             return
         self.last_evaluation = found = evaluator.run(step=state.step, version=state.version, greedy=self._parts.settings.eval_greedy)
         self._parts.metrics.write(state.step, evaluation_measures(found))
+
+    def _save_after(self, error: Exception) -> None:
+        """Nothing is saved where the weights are of no step. What ended the run is told, even where the engine has gone with it."""
+        try:
+            if self._whole or isinstance(error, RunStopped):
+                self._save()
+        except TrainerError as second:
+            self._parts.report.warn(f"no checkpoint of step {self.state.step} could be written: {second}")
 
     def _save(self) -> None:
         if self.state.step > 0:

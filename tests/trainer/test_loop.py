@@ -12,7 +12,8 @@ from rllm_trace.types import ErrorInfo, Logprobs
 from rllm_trainer.checkpoint import Checkpoints
 from rllm_trainer.config import make_settings
 from rllm_trainer.engine.verl import VerlEngine
-from rllm_trainer.exceptions import BeyondLimits, TooManyFaults
+from rllm_trainer.exceptions import BeyondLimits, DatasetError, ServerError, TooManyFaults
+from rllm_trainer.learning import learn
 from rllm_trainer.loop import Loop, Parts
 from rllm_trainer.metrics import MetricsLog, read_metrics
 from rllm_trainer.models import resolve_model
@@ -124,6 +125,37 @@ def test_three_steps_and_three_more_are_six(engine, recorded, loop_of, tmp_path)
     assert resumed.run().step == STEPS
     assert len({untouched, three, six}) == 3
     assert engine.export_weights(99).digest == six
+
+
+def test_whatever_ends_a_run_its_last_whole_step_is_saved(engine, recorded, loop_of, tmp_path, monkeypatch):
+    """A row that cannot be read in step 3 costs step 3; an update that breaks off leaves no checkpoint of weights that are of no step."""
+
+    class EndsBadly(RecordedSource):
+        def collect(self, step, version):
+            if step == 3:
+                raise DatasetError("row 17 is None")
+            return super().collect(step, version)
+
+    restart(engine)
+    with pytest.raises(DatasetError, match="row 17 is None"):
+        loop_of(EndsBadly(recorded), "rows").run()
+    state, saved = Checkpoints(tmp_path / "rows", 2).latest()
+    assert (state.step, state.version) == (2, 2)
+    two = engine.export_weights(2).digest
+
+    restart(engine)
+    engine.load(saved)
+    assert engine.export_weights(2).digest == two
+
+    def torn(*args, **kwargs):
+        learn(*args, **kwargs)
+        raise ServerError("it still serves the old weights")
+
+    monkeypatch.setattr("rllm_trainer.loop.learn", torn)
+    with pytest.raises(ServerError, match="old weights"):
+        loop_of(RecordedSource(recorded), "rows", state=state).run()
+    assert engine.export_weights(2).digest != two
+    assert [p.name for p in (tmp_path / "rows" / "checkpoints").iterdir()] == ["step-000002"]
 
 
 def test_the_schedule_and_the_metrics_follow_the_steps(engine, recorded, loop_of, tmp_path):
