@@ -137,6 +137,22 @@ def test_a_machine_out_of_something_is_infrastructure(error):
     assert judge_recorded(msgspec.structs.replace(failed, error=error_info(missing))).fault == "policy"
 
 
+def test_what_an_app_says_was_not_the_cause_is_none():
+    """Raised while a broken connection was being handled, an error is the connection's; raised ``from None``, it is the policy's."""
+    found = {}
+    for suppressed in (False, True):
+        try:
+            try:
+                raise ConnectionResetError("reset")
+            except ConnectionResetError:
+                if suppressed:
+                    raise ValueError("no action in the reply") from None
+                raise ValueError("no action in the reply")  # noqa: B904 - the context is what is tested
+        except ValueError as error:
+            found[suppressed] = judge(error=error, deadline=None, episode=episode(call())).fault
+    assert found == {False: "infrastructure", True: "policy"}
+
+
 def test_refused_keys_are_the_apps():
     """A 401 or 404 is a fault of the app's set-up, whenever it comes."""
     assert judge(error=api_error(openai.AuthenticationError, 401), deadline=None, episode=episode(call())).fault == "app"
