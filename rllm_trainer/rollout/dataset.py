@@ -25,6 +25,8 @@ Row = Any
 """A mapping from column to value, or anything else that the app takes as its one argument."""
 
 _MOST_ROWS = 10_000_000
+_MOST_REPEATS = 1_000
+"""Rows drawn one after another that a batch holds already, after which an iterable is taken to have no others for it."""
 
 _EXPECTED = "a list of dicts or of strings, a path to .jsonl, .json or .parquet, a pandas or Hugging Face table, or an iterable of rows"
 
@@ -70,7 +72,7 @@ class FixedTasks:
 
 
 class StreamedTasks:
-    """Rows come from an iterable, once, as they are needed."""
+    """Rows come from an iterable, once, as they are needed. One that goes round fewer rows than a batch has makes smaller batches."""
 
     def __init__(self, rows: Iterable[Row], first: Task) -> None:
         self._rows = iter(rows)
@@ -88,10 +90,15 @@ class StreamedTasks:
 
     def _draw(self, drawn: Iterator[Task], batch: int) -> list[Task]:
         picked: dict[str, Task] = {}
+        repeats = 0
         for task in drawn:
             if task.id in picked:
                 self.duplicates += 1
+                repeats += 1
+                if repeats == _MOST_REPEATS:
+                    break
                 continue
+            repeats = 0
             picked[task.id] = task
             if len(picked) == batch:
                 break

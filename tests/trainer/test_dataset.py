@@ -1,5 +1,6 @@
 """Data sets of every kind become tasks, in an order that is fixed."""
 
+import itertools
 import json
 
 import pytest
@@ -111,6 +112,13 @@ def test_generator_is_drawn_lazily():
     assert isinstance(tasks, StreamedTasks)
     assert next(tasks.batches(3))[0].row == {"n": 0}
     assert drawn == [0, 1, 2]
+
+
+def test_an_iterable_that_goes_round_makes_smaller_batches():
+    """Three rows without end fill no batch of four: each has the three, and none waits for a fourth."""
+    tasks = read_tasks(itertools.cycle("abc"))
+    assert [sorted(batch) for batch in names(itertools.islice(tasks.batches(4), 3))] == [["a", "b", "c"]] * 3
+    assert names(itertools.islice(read_tasks(itertools.cycle("abc")).batches(2), 3)) == [["a", "b"], ["c", "a"], ["b", "c"]]
 
 
 def test_generator_continues_where_it_was():
