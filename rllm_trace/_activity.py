@@ -6,6 +6,7 @@ generator leaks into it, and what the generator's body has opened (an agent, say
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -94,6 +95,8 @@ def snapshot(value: Any) -> Any:
     return from_plain(to_plain(value))
 
 
+_BY_POSITION: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_names: dict[Any, tuple[str, ...] | None] = {}
 _signatures: dict[Any, inspect.Signature | None] = {}
 _MAX_SIGNATURES: Final = 10_000
 
@@ -103,18 +106,46 @@ def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
 
     A text under a name such as ``api_key`` or ``password`` is withheld, however deep.
     """
+    names = _plain_names(function)
+    if names is not None and not kwargs and len(args) == len(names):
+        bound: Mapping[str, Any] = dict(zip(names, args, strict=True))
+    else:
+        bound = _bound(function, args, kwargs)
+    return {name: _open(name, snapshot(value)) for name, value in bound.items() if name not in ("self", "cls")}
+
+
+def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     signature = _signature(function)
     try:
-        bound = signature.bind(*args, **kwargs).arguments if signature is not None else {"args": args, **kwargs}
+        return signature.bind(*args, **kwargs).arguments if signature is not None else {"args": args, **kwargs}
     except TypeError:
-        bound = {"args": args, **kwargs}
-    return {name: _open(name, snapshot(value)) for name, value in bound.items() if name not in ("self", "cls")}
+        return {"args": args, **kwargs}
+
+
+def _plain_names(function: Callable[..., Any]) -> tuple[str, ...] | None:
+    """The parameters, where each takes one argument by its position; None where there are others."""
+    try:
+        return _names[function]
+    except (KeyError, TypeError):
+        pass
+    signature = _signature(function)
+    names = None
+    if signature is not None and all(parameter.kind in _BY_POSITION for parameter in signature.parameters.values()):
+        names = tuple(signature.parameters)
+    if len(_names) < _MAX_SIGNATURES and inspect.isfunction(function):
+        _names[function] = names
+    return names
+
+
+@functools.lru_cache(maxsize=4_096)
+def _is_secret(name: str) -> bool:
+    return _SECRET_NAME.search(name) is not None
 
 
 def _open(name: Any, value: Any) -> Any:
     """The value, a plain copy, without the texts whose names say that they are secrets."""
     if isinstance(value, str):
-        return _WITHHELD if isinstance(name, str) and _SECRET_NAME.search(name) else value
+        return _WITHHELD if isinstance(name, str) and _is_secret(name) else value
     if isinstance(value, dict):
         return {key: _open(key, item) for key, item in cast("dict[Any, Any]", value).items()}
     if isinstance(value, (list, tuple)):

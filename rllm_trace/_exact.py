@@ -8,6 +8,7 @@ the names below, so that reasons can be counted; what follows ``": "`` is detail
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
@@ -154,11 +155,11 @@ def as_ids(values: Sequence[Any] | None) -> tuple[TokenIds | None, str | None]:
     if values is None:
         return None, None
     try:
-        ids = TokenIds(values)
-    except (TypeError, OverflowError):
-        ids = None
-    if ids is not None and (not ids or min(ids) >= 0):
-        return ids, None
+        packed = struct.pack(f"<{len(values)}i", *values)
+    except struct.error:
+        packed = b""
+    if len(packed) == 4 * len(values) and packed[3::4].isascii():  # no number has its sign bit set
+        return TokenIds(packed), None
     wrong = next(value for value in values if type(value) is not int or not 0 <= value < _IDS_END)
     return None, f"{NOT_AN_ID}: {str(wrong)[:_MAX_SHOWN]}"
 

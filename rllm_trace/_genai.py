@@ -1,4 +1,4 @@
-"""A request body and its choices in the shape of the GenAI conventions, so that other people's viewers show them.
+"""A request body, decoded, and its choices in the shape of the GenAI conventions, so that other people's viewers show them.
 
 Messages become ``{"role", "parts": [{"type": "text", "content"}, ...]}``, tools become flat definitions. This is a view for display:
 it may lose detail that the exact request under ``rllm.request.body`` keeps. What is not understood is passed on as it came, under its
@@ -14,7 +14,7 @@ from rllm_trace import attributes as names
 from rllm_trace._plain import loads
 from rllm_trace.types import Choice
 
-__all__ = ["input_messages", "output_messages", "request_options", "tool_definitions"]
+__all__ = ["body", "input_messages", "output_messages", "request_options", "tool_definitions"]
 
 Json = dict[str, Any]
 
@@ -41,9 +41,8 @@ def body(request: bytes) -> Json:
     return cast("Json", decoded) if isinstance(decoded, dict) else {}
 
 
-def request_options(request: bytes) -> dict[str, Any]:
+def request_options(fields: Json) -> dict[str, Any]:
     """Attributes of the sampling fields that the conventions name; of content only the stop strings, under ``REQUEST_STOP``."""
-    fields = body(request)
     found: dict[str, Any] = {}
     for field, key, kind in _OPTIONS:
         value = fields.get(field)
@@ -62,9 +61,8 @@ def request_options(request: bytes) -> dict[str, Any]:
     return found
 
 
-def input_messages(operation: str, request: bytes) -> tuple[list[Json], list[Json]]:
+def input_messages(operation: str, fields: Json) -> tuple[list[Json], list[Json]]:
     """(system instructions given beside the history, messages), both in parts."""
-    fields = body(request)
     if operation == "text_completion":
         return [], [{"role": "user", "parts": [_prompt_part(fields.get("prompt"))]}]
     if operation == "responses":
@@ -89,10 +87,10 @@ def output_messages(choices: Sequence[Choice]) -> list[Json]:
     return made
 
 
-def tool_definitions(request: bytes) -> list[Json]:
+def tool_definitions(fields: Json) -> list[Json]:
     """Tools as sent, each flat: type, name, description, parameters."""
     made: list[Json] = []
-    for tool in _objects(body(request).get("tools")):
+    for tool in _objects(fields.get("tools")):
         inner = tool.get("function")
         flat = cast("Json", inner) if isinstance(inner, dict) else {key: value for key, value in tool.items() if key != "type"}
         made.append({"type": tool.get("type", "function"), **flat})

@@ -2,8 +2,9 @@
 
 A file is eight bytes of magic and version, then frames: length and CRC32 of the payload (little-endian uint32), payload. A frame goes to
 the system in one write, so a killed process loses at most the one that it was writing; a write that the disk refused is taken back. A
-payload holds the episode's id, its columns as compressed msgpack, and its token arrays beside them as byte planes, which is what makes
-ids small. The file is locked while its writer lives: whoever gets the lock knows that the writer is gone.
+payload holds the episode's id, its columns as msgpack, compressed as fast as can be, and its token arrays beside them: the bytes of ids
+that are not zero, logprobs as they are. Making it small is for the file that the log is sealed into. The file is locked while its writer
+lives: whoever gets the lock knows that the writer is gone.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from rllm_trace.types import Logprobs, TokenIds
 __all__ = ["Frames", "LogWriter", "end_of_frames", "frame_of", "id_of_frame", "read_frames", "row_of_frame", "try_lock"]
 
 _MAGIC: Final = b"rllmlog"
-_VERSION: Final = 1
+_VERSION: Final = 2
 _HEADER: Final = _MAGIC + bytes([_VERSION])
 _FRAME: Final = struct.Struct("<II")
-_LEVEL: Final = 3
-_MSGPACK: Final = 0
+_SQUEEZED: Final = 0
+"""Of version 1: columns as msgpack, both kinds of arrays as compressed byte planes."""
 _JSON: Final = 1
-"""For columns with lone surrogates, which msgpack cannot spell."""
+"""The same with JSON. For columns with lone surrogates, which msgpack cannot spell, it still is what is written."""
+_QUICK: Final = 2
+_LEVELS: Final = {_SQUEEZED: 3, _JSON: 3, _QUICK: 1}
 _ARRAYS: Final[tuple[tuple[type[TokenIds] | type[Logprobs], str], ...]] = ((TokenIds, "ids"), (Logprobs, "logprobs"))
 
 
@@ -158,20 +161,21 @@ def frame_of(row: Row) -> bytes:
 
     bare = _each_array(row, take)
     try:
-        form, columns = _MSGPACK, msgspec.msgpack.encode(bare)
+        form, columns, squeeze = _QUICK, msgspec.msgpack.encode(bare), _SQUEEZES[_QUICK]
     except UnicodeEncodeError:
-        form, columns = _JSON, json.dumps(bare).encode()
-    squeezed = {name: _squeezed(b"".join(arrays[kind])) for kind, name in _ARRAYS}
+        form, columns, squeeze = _JSON, json.dumps(bare).encode(), _SQUEEZES[_JSON]
+    squeezed = {name: pack(b"".join(arrays[kind])) for (kind, name), pack in zip(_ARRAYS, squeeze, strict=True)}
     known_as = row["id"].encode("utf-8", "replace").decode()
-    return msgspec.msgpack.encode(_Payload(known_as, form, zlib.compress(columns, _LEVEL), **squeezed))
+    return msgspec.msgpack.encode(_Payload(known_as, form, zlib.compress(columns, _LEVELS[form]), **squeezed))
 
 
 def row_of_frame(payload: bytes) -> Row:
     """The row that the payload holds."""
     found = _decoder.decode(payload)
     columns = zlib.decompress(found.columns)
-    row: Row = msgspec.msgpack.decode(columns) if found.format == _MSGPACK else json.loads(columns)
-    readers = {kind: _reader(kind, _expanded(getattr(found, name))) for kind, name in _ARRAYS}
+    row: Row = json.loads(columns) if found.format == _JSON else msgspec.msgpack.decode(columns)
+    expand = _EXPANDS[found.format]
+    readers = {kind: _reader(kind, unpack(getattr(found, name))) for (kind, name), unpack in zip(_ARRAYS, expand, strict=True)}
     return _each_array(row, lambda length, kind: None if length is None else readers[kind](length))
 
 
@@ -201,15 +205,34 @@ def _reader(kind: type[TokenIds] | type[Logprobs], data: bytes) -> Callable[[int
 
 def _squeezed(data: bytes) -> bytes:
     """Compressed by byte planes: the first bytes of all numbers, then the second ones, ..."""
-    return zlib.compress(b"".join(data[plane::4] for plane in range(4)), _LEVEL) if data else b""
+    return zlib.compress(b"".join(data[plane::4] for plane in range(4)), _LEVELS[_SQUEEZED]) if data else b""
 
 
 def _expanded(data: bytes) -> bytes:
-    if not data:
-        return b""
-    planes = zlib.decompress(data)
-    length = len(planes) // 4
-    whole = bytearray(len(planes))
-    for plane in range(4):
+    return _of_planes(zlib.decompress(data), 4) if data else b""
+
+
+def _trimmed(data: bytes) -> bytes:
+    """How many byte planes are not all zero, then those."""
+    planes = [data[plane::4] for plane in range(4)]
+    while planes and planes[-1].count(0) == len(planes[-1]):
+        planes.pop()
+    return bytes((len(planes),)) + len(data).to_bytes(8, "little") + b"".join(planes)
+
+
+def _untrimmed(data: bytes) -> bytes:
+    count, length = data[0], int.from_bytes(data[1:9], "little")
+    return _of_planes(data[9:], count) if count else bytes(length)
+
+
+def _of_planes(planes: bytes, count: int) -> bytes:
+    length = len(planes) // count
+    whole = bytearray(4 * length)
+    for plane in range(count):
         whole[plane::4] = planes[plane * length : (plane + 1) * length]
     return bytes(whole)
+
+
+_SQUEEZES: Final = {_JSON: (_squeezed, _squeezed), _QUICK: (_trimmed, bytes)}
+_EXPANDS: Final = {_SQUEEZED: (_expanded, _expanded), _JSON: (_expanded, _expanded), _QUICK: (_untrimmed, bytes)}
+"""Of each format: for ids, for logprobs."""

@@ -7,9 +7,9 @@ tokens after those; its messages likewise. Values of any shape are JSON text (``
 
 from __future__ import annotations
 
-import collections
 import functools
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import msgspec
@@ -23,6 +23,7 @@ Row = dict[str, Any]
 
 _BLOCK: Final = 64
 """Bytes of ids that are looked up at once: a shared beginning shorter than 16 tokens is not worth a reference."""
+_BLOCK_IDS: Final = _BLOCK // 4
 _CANDIDATES: Final = 8
 """Sequences that are compared id by id, of those that share equally many blocks."""
 
@@ -152,24 +153,29 @@ class _Sequences:
     def __init__(self) -> None:
         self._known: list[tuple[int, int | None, bytes]] = []
         """(call, reply or None, bytes of ids)."""
-        self._blocks: dict[int, collections.deque[int]] = {}
+        self._blocks: dict[int, tuple[int, ...]] = {}
         """Hash of a chain of blocks to the last sequences that begin with it."""
-        self._pending: list[tuple[int, ModelCall]] = []
+        self._pending: dict[bytes, list[tuple[int, ModelCall]]] = {}
+        """First block -> calls that begin with it and that nobody has asked for."""
 
     def add(self, number: int, call: ModelCall) -> None:
-        """The call can be referred to from now on; nothing is hashed before a second one asks."""
-        if call.prompt_token_ids is not None:
-            self._pending.append((number, call))
+        """The call can be referred to from now on; nothing of it is hashed before one that begins alike asks."""
+        prompt = call.prompt_token_ids
+        if prompt is None:
+            return
+        if len(prompt) * prompt.itemsize < _BLOCK:
+            self._index(number, call)
+        else:
+            self._pending.setdefault(prompt[:_BLOCK_IDS].tobytes(), []).append((number, call))
 
     def prompt(self, call: ModelCall) -> Row:
         """The columns of the call's prompt."""
         ids = call.prompt_token_ids
         if ids is None:
             return {"prompt_from": None, "prompt_choice": None, "prompt_shared": 0, "prompt_new": None}
-        for number, earlier in self._pending:
-            self._index(number, earlier)
-        self._pending.clear()
         data = ids.tobytes()
+        for number, earlier in self._pending.pop(data[:_BLOCK], ()):
+            self._index(number, earlier)
         shared, best = max(((_common_ids(data, self._known[known][2]), known) for known in self._candidates(data)), default=(0, 0))
         if not shared:
             return {"prompt_from": None, "prompt_choice": None, "prompt_shared": 0, "prompt_new": ids}
@@ -181,16 +187,20 @@ class _Sequences:
         chains = _chains(prompt)
         replies = [(position, choice.token_ids) for position, choice in enumerate(call.choices) if choice.token_ids is not None]
         for position, reply in replies or [(None, None)]:
-            known = len(self._known)
+            own = (len(self._known),)
             data = prompt if reply is None else prompt + reply.tobytes()
             self._known.append((number, position, data))
             for chain in (*chains, *_chains(data, len(chains), chains[-1] if chains else 0)):
-                self._blocks.setdefault(chain, collections.deque(maxlen=_CANDIDATES)).append(known)
+                known = self._blocks.setdefault(chain, own)
+                if known is not own:
+                    self._blocks[chain] = (*known[1 - _CANDIDATES :], *own)
 
     def _candidates(self, data: bytes) -> Sequence[int]:
         """The sequences that share the most whole blocks with ``data``."""
         best: Sequence[int] = ()
-        for chain in _chains(data) if self._blocks else ():
+        chain = 0
+        for start in range(0, len(data) - _BLOCK + 1, _BLOCK) if self._blocks else ():
+            chain = hash((chain, data[start : start + _BLOCK]))
             known = self._blocks.get(chain)
             if known is None:
                 break
@@ -278,8 +288,14 @@ def _spans(text: str | None) -> list[tuple[int, int, int]] | None:
     return None if found is None else [(version, start, end) for version, start, end in found]
 
 
-def _columns(record: msgspec.Struct, scalars: Sequence[str], json: Sequence[str] = ()) -> Row:
-    row = {name: getattr(record, name) for name in scalars}
+@functools.cache
+def _reader(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    """Reads many attributes at once."""
+    return operator.attrgetter(*names)
+
+
+def _columns(record: msgspec.Struct, scalars: tuple[str, ...], json: tuple[str, ...] = ()) -> Row:
+    row = dict(zip(scalars, _reader(scalars)(record), strict=True))
     for name in json:
         value = getattr(record, name)
         row[name] = None if value is None else dumps(to_plain(value))

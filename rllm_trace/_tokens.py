@@ -17,7 +17,7 @@ import msgspec
 
 from rllm_trace import attributes as names
 from rllm_trace._calldata import CallData
-from rllm_trace._genai import input_messages, output_messages, request_options, tool_definitions
+from rllm_trace._genai import body, input_messages, output_messages, request_options, tool_definitions
 from rllm_trace._plain import dumps, loads
 from rllm_trace.types import Choice, ErrorInfo, Logprobs, TokenIds, Usage
 
@@ -113,9 +113,10 @@ def call_attributes(data: CallData, *, content: bool, tokens: bool) -> dict[str,
     the same text in another spelling.
     """
     assert content or not tokens, "tokens are content"
-    found = _always(data)
+    fields = body(data.request)
+    found = _always(data, fields)
     if content:
-        found |= _content(data)
+        found |= _content(data, fields)
     else:
         found.pop(names.REQUEST_STOP, None)
     if tokens:
@@ -123,11 +124,11 @@ def call_attributes(data: CallData, *, content: bool, tokens: bool) -> dict[str,
     return found
 
 
-def _always(data: CallData) -> dict[str, AttributeValue]:
+def _always(data: CallData, fields: dict[str, Any]) -> dict[str, AttributeValue]:
     found: dict[str, AttributeValue] = {
         names.OPERATION_NAME: _OPERATIONS[data.operation],
         names.OPENINFERENCE_KIND: names.KIND_CALL,
-        **request_options(data.request),
+        **request_options(fields),
     }
     found |= {key: value for field, key in _SCALARS if (value := getattr(data, field)) is not None}
     host, separator, port = data.server.rpartition(":")
@@ -166,26 +167,28 @@ def _counts(data: CallData) -> dict[str, AttributeValue]:
             found[names.USAGE_INPUT_TOKENS] = len(data.prompt_token_ids)
         if sampled:
             found[names.USAGE_OUTPUT_TOKENS] = sum(map(len, sampled))
-    finite = [value for choice in data.choices for value in choice.logprobs or () if math.isfinite(value)]
+    finite = [value for choice in data.choices for value in choice.logprobs or ()]
+    if finite and not math.isfinite(sum(finite)):
+        finite = [value for value in finite if math.isfinite(value)]
     if finite:
         found[names.LOGPROB_MEAN] = math.fsum(finite) / len(finite)
         found[names.LOGPROB_MIN] = min(finite)
     return found
 
 
-def _content(data: CallData) -> dict[str, AttributeValue]:
+def _content(data: CallData, fields: dict[str, Any]) -> dict[str, AttributeValue]:
     found: dict[str, AttributeValue] = {names.REQUEST_BODY: _body_text(data.request)}
     if data.requested is not None:
         found[names.REQUEST_ORIGINAL] = dumps(data.requested)
     found[names.RESPONSE_CHOICES] = dumps([_without_arrays(choice) for choice in data.choices])
     if data.error is not None:
         found[names.ERROR_MESSAGE] = data.error.message
-    system, messages = input_messages(data.operation, data.request)
+    system, messages = input_messages(data.operation, fields)
     if system:
         found[names.SYSTEM_INSTRUCTIONS] = dumps(system)
     found[names.INPUT_MESSAGES] = dumps(messages)
     found[names.OUTPUT_MESSAGES] = dumps(output_messages(data.choices))
-    tools = tool_definitions(data.request)
+    tools = tool_definitions(fields)
     if tools:
         found[names.TOOL_DEFINITIONS] = dumps(tools)
     return found

@@ -76,8 +76,7 @@ class _Calls:
             raise RuntimeError("the call is not recorded")
         call = ClientCall(opened, None, "chat", body, self._destination)
         call.plan()
-        reply, _ = call.read(raw)
-        call.finish(reply, complete=True)
+        call.whole(raw)
 
 
 def _reply(passage: Passage) -> Reply:

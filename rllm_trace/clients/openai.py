@@ -64,6 +64,8 @@ _lock: Final = threading.Lock()
 class _State:
     active = False
     classes: tuple[type[Any], ...] = ()
+    found_well: tuple[tuple[type[Any], str, Any], ...] = ()
+    """The methods of the classes when each had a wrapper of ours on it, at any depth."""
     wrappers: Final[dict[int, tuple[Callable[..., Any], Callable[..., Any], bool]]] = {}
     """By ``id``: a wrapper of ours, what it wraps, and whether the class had only inherited that. Others copy attributes and equality
     of what they wrap, so nothing but identity tells whose a wrapper is."""
@@ -88,10 +90,16 @@ def install() -> bool:
 
 
 def ensure() -> None:
-    """Called at each start of a workflow: a few attribute reads while all wrappers are where they were put."""
-    if _State.active and all(_is_reachable(cls, name) for cls in _State.classes for name in _METHODS if hasattr(cls, name)):
+    """Called at each start of a workflow: a few comparisons while every method is the one that was found well the last time."""
+    if not _State.active or any(vars(cls).get(name) is not method for cls, name, method in _State.found_well):
+        _State.found_well = ()
+    if _State.found_well:
         return
-    install()
+    methods = [(cls, name, vars(cls).get(name)) for cls in _State.classes for name in _METHODS if hasattr(cls, name)]
+    if not _State.active or not all(_is_reachable(cls, name) for cls, name, _ in methods):
+        install()
+    else:
+        _State.found_well = tuple(methods)
 
 
 def uninstall() -> None:
@@ -386,25 +394,26 @@ def _changed(call: ClientCall, options: Any) -> Any:
 
 
 def _with_options(call: ClientCall, options: Any) -> Any:
-    changed = options.model_copy()
+    update: dict[str, Any] = {}
     if call.endpoint is None and options.json_data is not getattr(call.options, "json_data", None):  # its client has reshaped it meanwhile
-        changed.json_data = {**options.json_data, **{field: call.body[field] for field in call.added}}
+        update["json_data"] = {**options.json_data, **{field: call.body[field] for field in call.added}}
     else:
-        changed.json_data = dict(call.body)
-        changed.extra_json = None
+        update["json_data"] = dict(call.body)
+        update["extra_json"] = None
         if getattr(options, "content", None) is not None:
-            changed.content = None
-    headers = _given(options.headers)
+            update["content"] = None
+    headers = given = _given(options.headers)
     if call.endpoint is not None:
-        changed.url = call.endpoint.base_url.rstrip("/") + next(suffix for suffix, operation in _PATHS if operation == call.operation)
-        changed.params = {}
+        update["url"] = call.endpoint.base_url.rstrip("/") + next(suffix for suffix, operation in _PATHS if operation == call.operation)
+        update["params"] = {}
+        update |= _timeout(call, options)
         headers = _policy_headers(call, headers)
-        _limit_timeout(call, changed)
     streams = call.body.get("stream") or headers.get(_RAW_RESPONSE) == "stream"
-    if (call.added or not call.keep.everything) and streams and not any(name.lower() == "accept-encoding" for name in headers):
+    if streams and (call.added or not call.keep.everything) and not any(name.lower() == "accept-encoding" for name in headers):
         headers = {**headers, _ACCEPT_ENCODING: "identity"}
-    changed.headers = headers
-    return changed
+    if headers is not given:
+        update["headers"] = headers
+    return options.model_copy(update=update)
 
 
 def _given(headers: Any) -> dict[str, Any]:
@@ -423,16 +432,15 @@ def _policy_headers(call: ClientCall, headers: Mapping[str, Any]) -> dict[str, A
     return {**dict.fromkeys(foreign, Omit()), **kept, **ours}
 
 
-def _limit_timeout(call: ClientCall, options: Any) -> None:
+def _timeout(call: ClientCall, options: Any) -> dict[str, Any]:
     limit = call.timeout
     if limit is None:
-        return
+        return {}
     timeout = options.timeout if isinstance(options.timeout, (int, float)) or hasattr(options.timeout, "read") else call.client.timeout
     if hasattr(timeout, "read"):
         parts = {name: getattr(timeout, name) for name in ("connect", "read", "write", "pool")}
-        options.timeout = type(timeout)(**{name: limit if value is None else min(value, limit) for name, value in parts.items()})
-    else:
-        options.timeout = limit if timeout is None else min(timeout, limit)
+        return {"timeout": type(timeout)(**{name: limit if value is None else min(value, limit) for name, value in parts.items()})}
+    return {"timeout": limit if timeout is None else min(timeout, limit)}
 
 
 def _goes_out(client: Any, request: Any) -> None:

@@ -47,9 +47,12 @@ def request_bytes(spans: Sequence[ReadableSpan]) -> bytes | None:
         return None
 
 
+_SMALL: Final = tuple(bytes((value,)) for value in range(0x80))
+
+
 def _varint(value: int) -> bytes:
     if value < 0x80:
-        return bytes((value,))
+        return _SMALL[value]
     found = bytearray()
     while value > 0x7F:
         found.append(value & 0x7F | 0x80)
@@ -123,14 +126,20 @@ def _attributes(tag: bytes, attributes: Mapping[str, Any] | None) -> bytes:
             known = _text(b"\x0a", key)
             if len(_keys) < _MAX_KEYS:
                 _keys[key] = known
-        data = _value(value)
-        pieces.append(tag + _varint(len(known) + len(data) + _sized(data)) + known + b"\x12" + _varint(len(data)) + data)
+        if type(value) is str:
+            text = value.encode()
+            head = b"\x0a" + _varint(len(text))
+            length = len(head) + len(text)
+            pieces += (tag, _varint(len(known) + length + _sized(length)), known, b"\x12", _varint(length), head, text)
+        else:
+            data = _value(value)
+            pieces += (tag, _varint(len(known) + len(data) + _sized(len(data))), known, b"\x12", _varint(len(data)), data)
     return b"".join(pieces)
 
 
-def _sized(data: bytes) -> int:
-    """Bytes of the tag and the length before ``data``."""
-    return 1 + max(1, -(-len(data).bit_length() // 7))
+def _sized(length: int) -> int:
+    """Bytes of the tag and the length before so many bytes."""
+    return 2 if length < 0x80 else 1 + -(-length.bit_length() // 7)
 
 
 def _value(value: Any) -> bytes:

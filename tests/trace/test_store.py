@@ -646,6 +646,20 @@ def test_a_file_of_an_older_release_is_read(full_episode: Episode, tmp_path: Pat
     assert list(Store(tmp_path)) == read_episodes(DATA / "store_v1_expected.jsonl")
 
 
+def test_a_log_of_version_2_is_read(tmp_path: Path) -> None:
+    """The log that is checked in, of the episodes that the log of version 1 holds, gives them; large ids and odd logprobs among them."""
+    found: list[list[Episode]] = []
+    for version in ("v1", "v2"):
+        (tmp_path / version / "log").mkdir(parents=True)
+        (tmp_path / version / "log" / "00000000000000000001-1-00000001.log").write_bytes((DATA / f"store_{version}.log").read_bytes())
+        found.append(list(Store(tmp_path / version)))
+    assert found[1][: len(found[0])] == found[0] != []
+    (last,) = found[1][len(found[0]) :]
+    (of_last,) = last.calls
+    assert (of_last.prompt_token_ids, of_last.choices[0].token_ids) == ([0, 255, 65_536, 2**31 - 1], [151_643, 7])
+    assert of_last.choices[0].logprobs == Logprobs([-0.5, -1e-30])
+
+
 def test_columns_that_an_older_file_lacks_have_their_defaults(full_episode: Episode, tmp_path: Path) -> None:
     """And columns that this release does not know are passed over."""
     import pyarrow
@@ -670,7 +684,7 @@ def test_a_file_of_a_newer_release_is_refused_by_name(full_episode: Episode, tmp
     path = log_of(store)
     data = path.read_bytes()
     path.write_bytes(b"rllmlog\x63" + data[8:])
-    with pytest.raises(ValueError, match="is of version 99, this rllm_trace reads up to 1"):
+    with pytest.raises(ValueError, match="is of version 99, this rllm_trace reads up to 2"):
         list(store)
     path.write_bytes(b"something else")
     with pytest.raises(ValueError, match="is no log of episodes"):
