@@ -204,7 +204,7 @@ def test_a_template_gets_what_it_expects(tmp_path: Path) -> None:
     refusing = ChatTemplate(tmp_path, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TemplateError, match="roles must alternate"):
         refusing.render(CONVERSATION, None)
-    with pytest.raises(TemplateError, match="no chat template"):
+    with pytest.raises(TemplateError, match=r"no chat template; put one into its folder, as chat_template\.jinja"):
         ChatTemplate(tmp_path).render(CONVERSATION, None)
 
 

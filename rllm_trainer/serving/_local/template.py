@@ -51,9 +51,9 @@ class ChatTemplate:
         compiled = self._with_tools if tools else self._plain
         if compiled is None:
             raise TemplateError(
-                "this model's chat template has no place for tools; start the server with chat_template= one that has"
+                "this model's chat template has no place for tools; put one that has into the model's folder, as chat_template.jinja"
                 if tools
-                else "this model has no chat template; start the server with chat_template="
+                else "this model has no chat template; put one into its folder, as chat_template.jinja, or ask for completions of text"
             )
         values = {**self._special, **(extra or {})}
         given = [_message(m, arguments_as_text=compiled.takes_text_arguments) for m in messages]
