@@ -50,7 +50,7 @@ def running(settings: Settings, model: Path, run_dir: Path, stop: threading.Even
             server.result()
         _require_capable(server.result().capabilities, lora=settings.lora is not None)
         if settings.continuation == "exact" and not isinstance(server.result(), Continues):
-            raise ServerError("continuation='exact' needs a server that keeps the ids of a chat, which is serving='local'")
+            raise ServerError("continuation='exact' needs a server that takes a prompt's ids, which is serving='local' or 'vllm'")
         yield engine.result(), server.result()
     finally:
         _close(server)

@@ -62,6 +62,8 @@ class FireworksSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     base_url: str = "https://api.fireworks.ai/inference/v1"
 
 
+_CONTINUES = frozenset({"auto", "local", "vllm"})
+"""Kinds whose prompts can be continued exactly."""
 _NEEDS_URL = frozenset({"sglang", "openai-compatible"})
 _TAKES_URL = frozenset({"vllm", *_NEEDS_URL})
 _OURS = frozenset({"auto", "local", "vllm"})
@@ -90,8 +92,10 @@ def check_serving(settings: Settings, given: Collection[str]) -> None:
     for name, (without_effect, why) in idle.items():
         if without_effect and name in given:
             raise SettingError(f"{name} would have no effect: {why}; leave it out")
-    if settings.continuation == "exact" and serving not in ("auto", "local"):
-        raise SettingError(f"continuation='exact' needs a server that keeps the ids of a chat; serving={serving!r} does not, 'local' does")
+    if settings.continuation == "exact" and serving not in _CONTINUES:
+        raise SettingError(
+            f"continuation='exact' needs a server that takes a prompt's ids; serving={serving!r} does not, 'local' and 'vllm' do"
+        )
     if serving in _DRAINED and settings.in_flight not in (None, "wait"):
         raise SettingError(
             f"in_flight={settings.in_flight!r}: {serving} does not say which weights sampled which token, so calls must end before a swap; "

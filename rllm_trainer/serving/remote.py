@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -18,12 +19,12 @@ import numpy as np
 from rllm_trainer._child import Child, ChildDied, ChildError
 from rllm_trainer.engine.base import WeightsFile
 from rllm_trainer.exceptions import ServerError
-from rllm_trainer.serving.base import Capabilities, Probe, SwapReport
+from rllm_trainer.serving.base import CONTINUED, Capabilities, Probe, SwapReport
 from rllm_trainer.serving.proof import SwapNotProven, judge
 from rllm_trainer.serving_settings import InFlight
 from rllm_trainer.types import Float32, Int32
 
-__all__ = ["FLOAT32_NOISE", "HALF_NOISE", "DoorServer", "read_key"]
+__all__ = ["FLOAT32_NOISE", "HALF_NOISE", "ContinuingDoor", "DoorServer", "read_key"]
 
 _MODULE = "rllm_trainer.serving._door.main"
 _PROXY_NAMES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
@@ -81,7 +82,7 @@ class DoorServer:
         capabilities: Capabilities,
         in_flight: InFlight = "keep",
         most_noise: float = FLOAT32_NOISE,
-    ) -> DoorServer:
+    ) -> Self:
         """Open a door.
 
         Args:
@@ -223,6 +224,15 @@ class DoorServer:
             with contextlib.suppress(Exception):
                 self._child.close(timeout=_CLOSE)
             raise ServerError(f"{self._name} was ended: {error}; last lines of its log:\n{self._child.log_tail()}") from error
+
+
+class ContinuingDoor(DoorServer):
+    """One that continues the chats that it has recorded: its config names ``continues``."""
+
+    def continuations(self) -> Counter[str]:
+        """See ``Continues``."""
+        told = self.stats()
+        return Counter({CONTINUED: told["continued"], **told["not_continued"]})
 
 
 def read_key(variable: str | None) -> str | None:

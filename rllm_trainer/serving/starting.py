@@ -50,6 +50,7 @@ def start_serving(settings: Settings, model: Path | str | None, run_dir: Path, *
         swaps: it is to be given weights.
 
     Raises:
+        SettingError: a setting that this kind of server has no use for.
         ServerError: it cannot be started, found, or used for this.
     """
     urls = urls_of(settings)
@@ -89,6 +90,8 @@ def _vllm(ask: _Ask) -> Server:
 
     settings, lora = ask.settings, ask.settings.lora
     if ask.url is not None:
+        if settings.continuation == "exact" and ask.known_folder is None:
+            raise SettingError("continuation='exact' needs the model's folder, for its tokenizer and chat template; give it as model=")
         server = attach_vllm(
             ask.url,
             run_dir=ask.logs,
@@ -97,6 +100,7 @@ def _vllm(ask: _Ask) -> Server:
             swaps=ask.swaps,
             port=settings.port,
             in_flight=in_flight_of(settings),
+            continues=ask.known_folder if settings.continuation == "exact" else None,
         )
         return _of_that_name(server, ask.model)
     how = settings.vllm or VllmSettings()
@@ -110,6 +114,7 @@ def _vllm(ask: _Ask) -> Server:
         port=settings.port,
         lora_rank=None if lora is None else lora.r,
         in_flight=in_flight_of(settings),
+        continues=settings.continuation == "exact",
         start_timeout=how.start_timeout,
     )
 

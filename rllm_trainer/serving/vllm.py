@@ -18,7 +18,7 @@ import msgspec
 
 from rllm_trainer.exceptions import ServerError
 from rllm_trainer.serving.base import Capabilities
-from rllm_trainer.serving.remote import FLOAT32_NOISE, HALF_NOISE, DoorServer
+from rllm_trainer.serving.remote import FLOAT32_NOISE, HALF_NOISE, ContinuingDoor, DoorServer
 from rllm_trainer.serving_settings import InFlight
 
 __all__ = ["DEFAULT_PYTHON", "attach_vllm", "start_vllm", "vllm_command"]
@@ -50,6 +50,7 @@ def start_vllm(
     port: int = 0,
     lora_rank: int | None = None,
     in_flight: InFlight = "keep",
+    continues: bool = False,
     version: int = 0,
     start_timeout: float = 900.0,
     name: str = "vllm",
@@ -60,6 +61,7 @@ def start_vllm(
         python: the interpreter that has vLLM; None: the one that ``make vllm`` made.
         args: further arguments of vLLM's server; one of ours that is named there is left out.
         lora_rank: adapters of this rank are trained; None: all weights are.
+        continues: the next prompt of a recorded chat is made of the ids that were sampled and sent before.
         run_dir: gets the log and the socket's folder.
         name: of both, where there are several servers.
 
@@ -85,8 +87,9 @@ def start_vllm(
         "start_timeout": start_timeout,
     }
     noise = FLOAT32_NOISE if _value(command, "--dtype") == "float32" else HALF_NOISE
-    return DoorServer.open(
-        config,
+    door = ContinuingDoor if continues else DoorServer
+    return door.open(
+        config | {"continues": str(model_path.expanduser().resolve()) if continues else None},
         name="vLLM",
         log_path=run_dir / f"{name}.log",
         capabilities=_MANAGED,
@@ -104,6 +107,7 @@ def attach_vllm(
     swaps: bool = True,
     port: int = 0,
     in_flight: InFlight = "keep",
+    continues: Path | None = None,
     version: int = 0,
     name: str = "vllm",
 ) -> DoorServer:
@@ -113,6 +117,7 @@ def attach_vllm(
         base_url: such as ``http://127.0.0.1:8000/v1``.
         key: its API key.
         swaps: it is to be given weights; False: it is only asked.
+        continues: the model's folder, to make the next prompt of a recorded chat of the ids that were sampled and sent before.
 
     Raises:
         ServerError: it does not answer, or has not the routes that a swap needs.
@@ -127,8 +132,9 @@ def attach_vllm(
         "start_timeout": _ASKED_WITHIN,
     }
     capabilities = msgspec.structs.replace(_MANAGED, lora_swap=lora, swap=swaps)
-    server = DoorServer.open(
-        config,
+    door = DoorServer if continues is None else ContinuingDoor
+    server = door.open(
+        config | {"continues": continues and str(continues)},
         name=f"vLLM at {base_url}",
         log_path=run_dir / f"{name}.log",
         capabilities=capabilities,

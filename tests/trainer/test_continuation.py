@@ -176,8 +176,8 @@ def test_counts_become_measures_and_one_sentence() -> None:
 
 def test_exact_continuation_is_refused_where_no_ids_are_kept() -> None:
     """Before anything is started."""
-    with pytest.raises(SettingError, match="needs a server that keeps the ids of a chat; serving='vllm' does not"):
-        make_settings({"continuation": "exact", "serving": "vllm"})
+    with pytest.raises(SettingError, match="needs a server that takes a prompt's ids; serving='sglang' does not"):
+        make_settings({"continuation": "exact", "serving": "sglang", "serving_url": "http://127.0.0.1:1/v1"})
 
 
 @pytest.fixture(scope="module", params=["rendered", "exact"])

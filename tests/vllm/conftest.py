@@ -41,7 +41,7 @@ def vllm_python() -> str:
 def vllm(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DoorServer]:
     """One server for the tests that leave it well; its weights are what the last of them made them."""
     run_dir = tmp_path_factory.mktemp("vllm")
-    server = start_vllm(resolve_model(MODEL), run_dir=run_dir, python=vllm_python, max_model_len=MAX_MODEL_LEN, threads=1)
+    server = start_vllm(resolve_model(MODEL), run_dir=run_dir, python=vllm_python, max_model_len=MAX_MODEL_LEN, threads=1, continues=True)
     yield server
     server.close()
 

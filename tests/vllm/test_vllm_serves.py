@@ -15,7 +15,7 @@ import pytest
 from rllm_trace.clients._decode import Keep, read_reply
 from rllm_trainer.engine.base import WeightsFile
 from rllm_trainer.exceptions import ServerError
-from rllm_trainer.serving.base import Probe
+from rllm_trainer.serving.base import CONTINUED, Continues, Probe
 from rllm_trainer.serving.proof import SwapNotProven, judge
 from rllm_trainer.serving.remote import DoorServer
 from rllm_trainer.types import Int32
@@ -36,10 +36,12 @@ def direct(server: DoorServer, run_dir: Path) -> httpx.Client:
     return httpx.Client(transport=httpx.HTTPTransport(uds=str(run_dir / "vllm" / "vllm.sock")), base_url="http://vllm", timeout=120)
 
 
-def chat(server: DoorServer, **fields: Any) -> dict[str, Any]:
+def chat(server: DoorServer, *, reference: str | None = None, **fields: Any) -> dict[str, Any]:
+    """``reference``: episode and trajectory that the call belongs to."""
+    headers = {} if reference is None else {"x-rllm-conversation": reference}
     asked = {"model": server.model, "messages": HELLO, "max_tokens": 16, "logprobs": True, "return_token_ids": True, "seed": 3, **fields}
     with http(server) as client:
-        response = client.post("/chat/completions", json=asked)
+        response = client.post("/chat/completions", json=asked, headers=headers)
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -80,6 +82,38 @@ def test_a_stream_tells_what_the_whole_reply_tells(vllm: DoorServer) -> None:
     assert [i for choice in choices for i in choice.get("token_ids") or ()] == whole["choices"][0]["token_ids"]
     assert events[0]["prompt_token_ids"] == whole["prompt_token_ids"]
     assert events[-1]["metadata"] == whole["metadata"]
+
+
+def test_a_chat_is_continued_from_its_own_ids(vllm: DoorServer, reference: Any) -> None:
+    """The second turn is computed from the ids of the first, to the token, though the client changed the reply's ends; streams, too."""
+    current(vllm, reference)
+    assert isinstance(vllm, Continues)
+    before = vllm.continuations()
+    first = chat(vllm, reference="e/agent", temperature=1.5)
+    said = first["choices"][0]["message"]["content"] or ""
+    recorded = [*first["prompt_token_ids"], *first["choices"][0]["token_ids"]]
+    messages = [*HELLO, {"role": "assistant", "content": f" {said.strip()}\n"}, {"role": "user", "content": "and then?"}]
+    second = chat(vllm, reference="e/agent", messages=messages)
+    prompt = second["prompt_token_ids"]
+    assert prompt[: len(recorded)] == recorded
+    assert len(prompt) > len(recorded)
+    assert second["usage"]["prompt_tokens"] == len(prompt)
+    (choice,) = second["choices"]
+    row = np.array([*prompt, *choice["token_ids"]], np.int32)
+    assert logprobs_of(choice) == pytest.approx(reference.logprobs([row])[0][len(prompt) :].tolist(), abs=CLOSE)
+    asked = _asked(vllm) | {"messages": messages, "stream": True}
+    headers = {"x-rllm-conversation": "e/agent"}
+    with http(vllm) as client, client.stream("POST", "/chat/completions", json=asked, headers=headers) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    told = read_events(lines[:-1])
+    assert told == choice["token_ids"]
+    assert vllm.continuations() - before == {CONTINUED: 2}
+
+
+def read_events(lines: list[str]) -> list[int]:
+    """The ids of a stream."""
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    return [i for choice in choices for i in choice.get("token_ids") or ()]
 
 
 def test_seeded_requests_of_many_lengths_run_together(vllm: DoorServer) -> None:

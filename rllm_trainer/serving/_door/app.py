@@ -16,8 +16,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from rllm_trace.attributes import HEADER_POLICY_VERSION
+from rllm_trace.attributes import HEADER_CONVERSATION, HEADER_POLICY_VERSION
 from rllm_trainer.serving._door.as_stream import as_stream, whole_instead
+from rllm_trainer.serving._door.continuing import CONTINUED_HEADER, Continuing
 from rllm_trainer.serving._door.flow import Flow
 from rllm_trainer.serving._door.kinds.base import Kind
 from rllm_trainer.serving._door.upstream import Unreachable, Upstream
@@ -28,6 +29,7 @@ _MAX_BODY = 64 * 2**20
 _SENT_ON = ("content-type", "accept", "x-request-id")
 _SENT_BACK = ("content-type", "content-encoding", "content-length", "retry-after", "x-request-id")
 _HEALTH = "/health"
+_CHAT = "/v1/chat/completions"
 _EVENTS = "text/event-stream"
 
 
@@ -38,15 +40,22 @@ class _Refusal(Exception):
         self.code = code
 
 
-def make_app(upstream: Upstream, kind: Kind, flow: Flow, *, api_key: str, versions: bool = True) -> Starlette:
-    """The routes that ``kind`` lets through. ``versions``: say on each answer which version was served when its request was sent on."""
+def make_app(
+    upstream: Upstream, kind: Kind, flow: Flow, *, api_key: str, versions: bool = True, continuing: Continuing | None = None
+) -> Starlette:
+    """The routes that ``kind`` lets through.
+
+    Args:
+        versions: say on each answer which version was served when its request was sent on.
+        continuing: gives chats the prompts that continue what was recorded of them.
+    """
     expected = f"Bearer {api_key}".encode()
 
     async def passed(request: Request) -> Response:
         try:
             if not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected):
                 raise _Refusal(401, "the request's bearer token is missing or wrong", "invalid_api_key")
-            response, version = await _pass(upstream, kind, flow, request)
+            response, version = await _pass(upstream, kind, flow, request, continuing)
             if versions:
                 response.headers[HEADER_POLICY_VERSION] = str(version)
         except _Refusal as error:
@@ -65,22 +74,33 @@ def make_app(upstream: Upstream, kind: Kind, flow: Flow, *, api_key: str, versio
     return Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown})
 
 
-async def _pass(upstream: Upstream, kind: Kind, flow: Flow, request: Request) -> tuple[Response, int]:
+async def _pass(upstream: Upstream, kind: Kind, flow: Flow, request: Request, continuing: Continuing | None) -> tuple[Response, int]:
     body = await _body(request)
     path = request.url.path
+    chat = continuing.begin(request.headers.get(HEADER_CONVERSATION), body) if continuing is not None and path == _CHAT else None
     async with AsyncExitStack() as inside:
         version = await inside.enter_async_context(flow.request())
         headers = {name: request.headers[name] for name in _SENT_ON if name in request.headers}
-        streams = whole_instead(body) if path in kind.whole_ids else None
+        if chat is not None and chat.continued:
+            headers[CONTINUED_HEADER] = "1"
+        body = chat.body if chat is not None else body
+        streams = whole_instead(body) if chat is not None or path in kind.whole_ids else None
         asked = streams.body if streams else body
         answer = await _unless_gone(request, upstream.send(request.method, path, kind.outgoing(path, asked) if asked else asked, headers))
         if answer is None:
             return Response(status_code=499), version
         inside.push_async_callback(answer.aclose)
-        if streams and answer.status_code == 200:
-            return _streamed(await _unless_gone(request, upstream.whole(answer)), usage=streams.usage), version
+        if (streams or chat) and answer.status_code == 200:
+            whole = await _unless_gone(request, upstream.whole(answer))
+            if whole is not None and continuing is not None and chat is not None:
+                continuing.end(chat, whole)
+            return _streamed(whole, usage=streams.usage) if streams else _whole(whole), version
         back = {name: answer.headers[name] for name in _SENT_BACK if name in answer.headers}
         return _Passing(upstream.parts(answer), inside.pop_all(), answer.status_code, back), version
+
+
+def _whole(whole: bytes | None) -> Response:
+    return Response(status_code=499) if whole is None else Response(whole, media_type="application/json")
 
 
 def _streamed(whole: bytes | None, *, usage: bool) -> Response:

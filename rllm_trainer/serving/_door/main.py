@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from rllm_trainer._child import child_config, serve
+from rllm_trainer.serving._door.continuing import Continuing
 from rllm_trainer.serving._door.flow import Flow
 from rllm_trainer.serving._door.kinds import KINDS
 from rllm_trainer.serving._door.kinds.base import Kind, SwapFailed, SwapOrder
@@ -54,6 +55,8 @@ class DoorConfig(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout: float = 600.0
     hung_after: float = 300.0
     versions: bool = True
+    continues: str | None = None
+    """Folder of the model whose chats are given prompts that continue what was recorded; None: none are."""
 
 
 class _Door:
@@ -66,6 +69,7 @@ class _Door:
         self.upstream: Upstream
         self.kind: Kind
         self.process: Supervised | None = None
+        self.continuing: Continuing | None = None
 
     async def open(self) -> dict[str, Any]:
         config = self._config
@@ -82,6 +86,8 @@ class _Door:
                 raise SwapFailed(f"it ended with exit code {self.process.exit_code} before it answered")
             raise SwapFailed(f"it did not answer GET {health} within {config.start_timeout:g} s")
         ready = await self.kind.prepare()
+        if config.continues is not None:
+            self.continuing = _continuing(config.continues, ready)
         if self.process is not None and health is not None:
             watching = self._loop.create_task(self.process.watch(self.upstream, health, hung_after=config.hung_after))
             watching.add_done_callback(_broken_watch)
@@ -124,7 +130,8 @@ class _Door:
         return {"digest": self.run(self.kind.held_digest())}
 
     def stats(self, _: dict[str, Any]) -> dict[str, Any]:
-        return {"version": self.flow.version, "inside": self.flow.inside, "passed": self.flow.passed}
+        told = {"version": self.flow.version, "inside": self.flow.inside, "passed": self.flow.passed}
+        return told if self.continuing is None else told | self.continuing.stats()
 
 
 def main() -> None:
@@ -142,6 +149,15 @@ def main() -> None:
     serve(handlers, ready=ready)
 
 
+def _continuing(folder: str, ready: dict[str, Any]) -> Continuing:
+    if not ready.get("versions"):
+        raise SwapFailed("it has not our middleware, which takes the prompts of continued chats; start it with the documented arguments")
+    try:
+        return Continuing(Path(folder), ready.get("max_model_len") or sys.maxsize)
+    except ValueError as error:
+        raise SwapFailed(str(error)) from error
+
+
 async def _listen(door: _Door, config: DoorConfig) -> int:
     """Starts the web server; gives its port."""
     import uvicorn
@@ -152,7 +168,7 @@ async def _listen(door: _Door, config: DoorConfig) -> int:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind((_LOOPBACK, config.port))
     listening.listen(1024)
-    app = make_app(door.upstream, door.kind, door.flow, api_key=config.api_key, versions=config.versions)
+    app = make_app(door.upstream, door.kind, door.flow, api_key=config.api_key, versions=config.versions, continuing=door.continuing)
     options = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=75, server_header=False)
     server = uvicorn.Server(options)
     serving = asyncio.get_running_loop().create_task(server.serve([listening]))

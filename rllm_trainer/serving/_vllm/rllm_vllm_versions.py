@@ -3,6 +3,9 @@
 Runs inside vLLM's API process (``--middleware rllm_vllm_versions.Versions``). vLLM knows which weights sampled which token and says so on
 one route of its own only; here it is taken from the engine's outputs as they pass, and put at the end of the bodies that clients
 read: chat and text completions, streamed or whole.
+
+The same place gives the engine another prompt than the one that was rendered, where the body of a request has one: the ids of a chat that
+is continued exactly.
 """
 # pyright: basic
 
@@ -15,6 +18,9 @@ from typing import Any
 
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 EVENT = b"data: {"
+CONTINUED = b"x-rllm-continued"
+"""Header that says that the body has the field."""
+PROMPT = "rllm_prompt_token_ids"
 
 Spans = list[dict[str, Any]]
 """``version``, ``start`` and ``end`` (sampled tokens), and ``choice`` where it is not the first."""
@@ -27,6 +33,8 @@ class _Told:
         self.spans: Spans = []
         self.choices = 0
         """Of the prompts that have been begun."""
+        self.prompt: list[int] | None = None
+        """In place of the one that was rendered."""
 
 
 _told: contextvars.ContextVar[_Told | None] = contextvars.ContextVar("rllm_versions", default=None)
@@ -45,6 +53,8 @@ class Versions:
             return
         self._listen(scope["app"].state.engine_client)
         told = _Told()
+        if any(name == CONTINUED for name, _ in scope["headers"]):
+            receive, told.prompt = await _without_prompt(receive)
         token = _told.set(told)
         try:
             await self._app(scope, receive, _Annotating(send, told.spans))
@@ -59,10 +69,32 @@ class Versions:
         inner = engine.generate
 
         def generate(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-            outputs, told = inner(prompt, sampling_params, *args, **kwargs), _told.get()
+            told = _told.get()
+            if told is not None and told.prompt is not None:
+                prompt = {**{name: value for name, value in prompt.items() if name != "prompt"}, "prompt_token_ids": told.prompt}
+            outputs = inner(prompt, sampling_params, *args, **kwargs)
             return outputs if told is None else _noting(outputs, told, getattr(sampling_params, "n", None) or 1)
 
         engine.generate = generate
+
+
+async def _without_prompt(receive: Any) -> tuple[Any, list[int] | None]:
+    """The body without the prompt's ids, as it is received from now on; and the ids."""
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            break
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    asked = json.loads(bytes(body))
+    ids = asked.pop(PROMPT, None)
+    first: list[Any] = [{"type": "http.request", "body": json.dumps(asked).encode(), "more_body": False}]
+
+    async def received() -> Any:
+        return first.pop() if first else await receive()
+
+    return received, ids
 
 
 def _noting(outputs: AsyncIterator[Any], told: _Told, choices: int) -> AsyncIterator[Any]:
