@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -315,6 +317,19 @@ def test_a_change_too_small_to_tell_is_proven_by_digest(as_started: LocalServer,
     file = changed_weights(tiny, tmp_path / "new.safetensors", 1, scale=1e-7)
     assert file.digest != file_digest(tiny / "model.safetensors")
     assert as_started.swap(file, probe=make_probe(reference(tiny), reference(tiny, file.path))).proof == "digest"
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="this machine has no shared memory that files can be put in")
+def test_a_file_that_is_written_over_is_read_again(as_started: LocalServer, tiny: Path) -> None:
+    """Files in shared memory stay mapped and take turns: new bytes in the pages of old ones are what is served."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = Path(folder) / "weights.safetensors"
+        for version in (1, 2, 3):
+            changed = changed_weights(tiny, Path(folder) / "next", version)
+            with path.open("r+b" if path.exists() else "wb") as opened:
+                opened.write(changed.path.read_bytes())
+            as_started.swap(msgspec.structs.replace(changed, path=path))
+            assert as_started.served_digest() == changed.digest
 
 
 def test_a_bad_file_changes_nothing(roomy: LocalServer, tiny: Path, tmp_path: Path) -> None:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import math
+import mmap
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +36,8 @@ _BUFFERS = ("rotary_emb.inv_freq",)
 _WORKERS = 4
 """Threads that copy and pack; it is memory traffic, which a few threads exhaust."""
 _buffers = threading.local()
+_SHARED_MEMORY = Path("/dev/shm")
+_MOST_MAPPED = 2
 
 
 class WeightsError(ValueError):
@@ -72,12 +77,19 @@ class Checkpoint:
         """The tensor in the file's dtype; mapped, so valid while the file is not rewritten."""
         return self._files[name].get_tensor(name)
 
-    def read_into(self, name: str, out: Tensor) -> None:
-        """Write the tensor into ``out``, float32 and contiguous. Read, not mapped: a page of a mapping costs more than a copy of it."""
+    def floats(self, name: str) -> Tensor:
+        """The tensor in float32, valid until this thread's next one and while the file is not rewritten."""
         if self.dtypes[name] != "F32":
-            out.copy_(self.get(name))
-            return
+            return self.get(name).to(torch.float32)
         file, at = self._places[name]
+        mapped = _maps.of(file)
+        if mapped is None:
+            return self._read(name, file, at)
+        return cast("Any", torch).from_numpy(np.frombuffer(mapped, np.float32, math.prod(self.shapes[name]), at).reshape(self.shapes[name]))
+
+    def _read(self, name: str, file: Path, at: int) -> Tensor:
+        """Read, not mapped: a page of a new mapping costs more than a copy of it."""
+        out = _staging("read", self.shapes[name])
         left = memoryview(cast("Any", out).numpy().reshape(-1)).cast("B")
         handle = os.open(file, os.O_RDONLY)
         try:
@@ -88,6 +100,33 @@ class Checkpoint:
                 left, at = left[count:], at + count
         finally:
             os.close(handle)
+        return out
+
+
+class _Maps:
+    """Files in shared memory that stay mapped: those that an engine writes take turns, and their pages are there already."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: OrderedDict[tuple[int, int], mmap.mmap] = OrderedDict()
+        """By device and inode, which nothing else can have while it is mapped."""
+
+    def of(self, file: Path) -> mmap.mmap | None:
+        if not file.resolve().is_relative_to(_SHARED_MEMORY) or not os.access(file, os.W_OK):
+            return None  # torch takes no memory that it could not write to; it is never written to
+        with self._lock, file.open("r+b") as opened:
+            status = os.fstat(opened.fileno())
+            key = status.st_dev, status.st_ino
+            held = self._held.get(key)
+            if held is None or len(held) != status.st_size:
+                held = self._held[key] = mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+            self._held.move_to_end(key)
+            while len(self._held) > _MOST_MAPPED:
+                self._held.popitem(last=False)
+            return held
+
+
+_maps = _Maps()
 
 
 def _starts(file: Path) -> dict[str, int]:
@@ -152,22 +191,18 @@ def build(spec: ModelSpec, checkpoint: Checkpoint, get: Callable[[str], Tensor] 
     check(spec, checkpoint)
     shapes = spec.tensors()
 
-    def fill(name: str, out: Tensor) -> None:
-        if get is None:
-            checkpoint.read_into(name, out)
-        else:
-            out.copy_(get(name))
-        if not all_finite(out):
+    def source(name: str) -> Tensor:
+        found = checkpoint.floats(name) if get is None else get(name)
+        if not all_finite(found):
             raise WeightsError(f"got {name} with a value that is not finite in {checkpoint.path}; the weights before it stay served")
+        return found
 
     def tensor(name: str) -> Tensor:
-        out = torch.empty(shapes[name])
-        fill(name, out)
-        return out
+        return torch.empty(shapes[name]).copy_(source(name))
 
     @torch.inference_mode()
     def layer(index: int) -> Layer:
-        return _layer(spec, f"model.layers.{index}.", fill)
+        return _layer(spec, f"model.layers.{index}.", source)
 
     @torch.inference_mode()
     def ends() -> tuple[Tensor, Tensor, Linear]:
@@ -188,7 +223,7 @@ def build(spec: ModelSpec, checkpoint: Checkpoint, get: Callable[[str], Tensor] 
     )
 
 
-def _layer(spec: ModelSpec, p: str, fill: Callable[[str, Tensor], None]) -> Layer:
+def _layer(spec: ModelSpec, p: str, source: Callable[[str], Tensor]) -> Layer:
     shapes = spec.tensors()
 
     def stacked(names: list[str], heads: Sequence[int], *, staged: bool) -> Tensor:
@@ -201,19 +236,18 @@ def _layer(spec: ModelSpec, p: str, fill: Callable[[str, Tensor], None]) -> Laye
         out = _staging("stacked", shape) if staged else torch.empty(shape)
         at = 0
         for index, (name, part) in enumerate(zip(names, parts, strict=True)):
-            rows = out[at : at + part[0]]
+            rows, plain = out[at : at + part[0]], source(p + name)
             if index < len(heads):
-                halves = _staging("halves", part)
-                fill(p + name, halves)
-                rows.view(heads[index], -1, 2, *shape[1:]).copy_(halves.view(heads[index], 2, -1, *shape[1:]).transpose(1, 2))
+                rows.view(heads[index], -1, 2, *shape[1:]).copy_(plain.view(heads[index], 2, -1, *shape[1:]).transpose(1, 2))
             else:
-                fill(p + name, rows)
+                rows.copy_(plain)
             at += part[0]
         return out
 
     def linear(names: list[str], bias: bool, heads: Sequence[int] = ()) -> Linear:
         """``heads``: of those of the named matrices whose rows become rotary pairs."""
-        matrix = stacked([f"{n}.weight" for n in names], heads, staged=True)
+        alone = len(names) == 1 and not heads
+        matrix = source(f"{p}{names[0]}.weight") if alone else stacked([f"{n}.weight" for n in names], heads, staged=True)
         return Linear(matrix, stacked([f"{n}.bias" for n in names], heads, staged=False) if bias else None)
 
     def norm(name: str, *heads: int) -> Tensor:
