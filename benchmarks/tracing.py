@@ -1,6 +1,6 @@
 """What recording costs an app, beside the bare client and beside other people's instrumentations.
 
-    python benchmarks/tracing.py [--json] [--quick] [--only KEY ...] [--peers [NAME ...]]
+    python benchmarks/tracing.py [--json] [--readme] [--quick] [--only KEY ...] [--peers [NAME ...]]
 
 Each ratio is the median of interleaved blocks against the bare client on the same answers, both in one process and on one core, the
 server in another process; ``A/A`` is the bare client against itself. The time is wall time of the app: what its user waits, a
@@ -24,6 +24,7 @@ from capture_cost.peers import python_of, versions_of
 from capture_cost.prose import tokenizer_file
 from capture_cost.server import serving
 from capture_cost.subjects import PEERS
+from capture_cost.table import filled
 from capture_cost.volumes import VOLUMES
 
 HERE: Final = Path(__file__).parent
@@ -152,6 +153,7 @@ def _lines(path: str) -> list[str]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the figures as one last line of JSON")
+    parser.add_argument("--readme", action="store_true", help="put the figures into the README's table, and say where a goal is missed")
     parser.add_argument("--quick", action="store_true", help="a few calls each: shows that everything runs; no times to go by")
     parser.add_argument("--only", nargs="+", choices=list(GOALS), metavar="KEY", default=list(GOALS), help=f"some of {', '.join(GOALS)}")
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), metavar="NAME", help=f"also {', '.join(PEERS)}, or some of them")
@@ -178,6 +180,9 @@ def main() -> None:
             for key in wanted(keys):
                 numbers[key] = found[key]
                 print(f"{key:22} {found[key]:7.3f}", flush=True)
+    if asked.readme:
+        readme = HERE.parent / "README.md"
+        readme.write_text(filled(readme.read_text(encoding="utf-8"), GOALS, numbers), encoding="utf-8")
     if asked.json:
         print(json.dumps({key: numbers[key] for key in GOALS if key in numbers}))
 

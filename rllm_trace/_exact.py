@@ -90,7 +90,7 @@ _IDS_END: Final = 2**31
 _MAX_SHOWN: Final = 60
 """Characters of a value that is no id."""
 
-_GRAMMARS: Final = (
+_GRAMMAR_FIELDS: Final = (
     "structured_outputs",
     "guided_json",
     "guided_regex",
@@ -101,6 +101,7 @@ _GRAMMARS: Final = (
     "regex",
     "ebnf",
 )
+_GRAMMARS: Final = frozenset(_GRAMMAR_FIELDS)
 
 
 def constraint(body: Mapping[str, Any]) -> str | None:
@@ -113,7 +114,7 @@ def constraint(body: Mapping[str, Any]) -> str | None:
         kind = cast("Mapping[str, Any]", wanted).get("type") if isinstance(wanted, Mapping) else None
         if isinstance(kind, str) and kind != "text":
             return f"{name} {kind}"
-    return next((field for field in _GRAMMARS if body.get(field)), None)
+    return None if _GRAMMARS.isdisjoint(body) else next((field for field in _GRAMMAR_FIELDS if body.get(field)), None)
 
 
 def _text_format(body: Mapping[str, Any]) -> Any:
@@ -141,7 +142,7 @@ def sampling_reason(body: Mapping[str, Any]) -> str | None:
     temperature = body.get("temperature")
     if isinstance(temperature, (int, float)) and temperature <= 0:
         return f"{SAMPLING}: temperature 0"
-    for field, distorts in _DISTORTING.items():
+    for field, distorts in () if _DISTORTING.keys().isdisjoint(body) else _DISTORTING.items():
         value = body.get(field)
         if value is not None and distorts(value):
             detail = f" {value}" if isinstance(value, (int, float)) and not isinstance(value, bool) else ""

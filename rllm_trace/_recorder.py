@@ -19,7 +19,7 @@ from rllm_trace._context import current
 from rllm_trace._guard import counters, guard
 from rllm_trace._inbox import Inbox, reset_lists
 from rllm_trace._open import OpenEpisode
-from rllm_trace._spans import Span, made
+from rllm_trace._spans import Span, begin_making, made
 from rllm_trace._writer import Writer
 from rllm_trace.episodes import build_episode
 from rllm_trace.types import Episode, Reward
@@ -188,6 +188,7 @@ class Recorder:
     def _after_fork(self) -> None:
         """A forked child starts from nothing: the parent's episodes are the parent's. What runs in one of them is only exported."""
         self._reset()
+        begin_making()
         self.rollouts = 0
         counters.clear()
         reset_lists()

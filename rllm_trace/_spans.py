@@ -21,7 +21,7 @@ import msgspec
 from rllm_trace._calldata import CallData
 from rllm_trace.types import ErrorInfo
 
-__all__ = ["Sources", "Span", "SpanKind", "error_info", "made", "sources", "use_sources"]
+__all__ = ["Sources", "Span", "SpanKind", "begin_making", "error_info", "made", "sources", "use_sources"]
 
 SpanKind = Literal["workflow", "agent", "tool", "reward", "chat", "other"]
 
@@ -129,13 +129,23 @@ class Span(msgspec.Struct, kw_only=True):
         return msgspec.structs.replace(self, facts=dict(self.facts))
 
 
-_making: Final = threading.RLock()
+class _Making:
+    """Who makes a call's record; anew in a forked child, where the thread that held it is not."""
+
+    lock = threading.RLock()
+
+    @classmethod
+    def begin(cls) -> None:
+        cls.lock = threading.RLock()
+
+
+begin_making: Final = _Making.begin
 
 
 def made(span: Span) -> Span:
     """The span, its ``call`` made if it was still to be made; by any thread, as often as wanted."""
     if span.pending is not None:
-        with _making:
+        with _Making.lock:
             make = span.pending
             if make is not None:
                 span.call = make()

@@ -60,3 +60,24 @@ def test_a_long_chat_is_stored_once_and_a_record_takes_little_room(tokenizer: Pa
     figures = run(tokenizer, "--only", "disk_bytes_2k256", "chat50_tokens")
     assert figures["chat50_tokens"] == 1.0
     assert float(str(figures["disk_bytes_2k256"])) < 12_000
+
+
+def test_figures_go_into_their_cells_of_the_table_and_a_missed_goal_is_named() -> None:
+    """Other rows, goals and what peers measure stay; a figure at its limit does not meet it; a key without a row is refused."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from capture_cost.table import filled, is_met
+    finally:
+        sys.path.pop(0)
+    table = (
+        "| key | goal | ours | peers |\n|---|---|---|---|\n| `a_ratio`: calls | < 1.06 | run it | 1.2 |\n"
+        "| `b_bytes`: two | < 12,000 / < 24,000 | 1 / 2, **not met** | |\n| `c`: left | > 2 | 3 | |\n"
+    )
+    goals = {"a_ratio": "< 1.06", "b_bytes": "< 12000 / < 24000", "c": "> 2"}
+    assert filled(table, goals, {"a_ratio": 1.06, "b_bytes": [11_868.2, 21_613]}) == (
+        "| key | goal | ours | peers |\n|---|---|---|---|\n| `a_ratio`: calls | < 1.06 | 1.060, **not met** | 1.2 |\n"
+        "| `b_bytes`: two | < 12,000 / < 24,000 | 11,868 / 21,613 | |\n| `c`: left | > 2 | 3 | |\n"
+    )
+    assert [is_met("1.0", 1.0), is_met("", 9.0), is_met("> 1500", 1_499)] == [True, True, False]
+    with pytest.raises(ValueError, match="no row of the table is about d"):
+        filled(table, goals, {"d": 1})
