@@ -1,13 +1,15 @@
 """Trains the model that an app calls: ``from rllm_trainer import fit``.
 
 Importing loads no torch, ray, verl or vllm; each name is resolved when it is first used. A function's module has a name of its own
-(``_fit``), so that importing the module never hides the function.
+(``_fit``), so that importing the module never hides the function. Where the extra ``trainer`` is not installed, the first use says so.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from rllm_trainer._extra import require_extra
 
 if TYPE_CHECKING:
     from rllm_trainer._evaluate import EvaluateResult, evaluate
@@ -48,9 +50,15 @@ _HOMES = {
 }
 
 
+_ALONE = frozenset({"TrainerError"})
+"""Needs nothing that the SDK does not have."""
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _ALONE:
+        require_extra()
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

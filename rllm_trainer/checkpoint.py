@@ -118,7 +118,9 @@ def new_run_dir(output_dir: str | Path | None, *, name: str, resume: bool | str 
     if resume:
         _require_settings(run_dir / SETTINGS_FILE)
     if not resume and _holds_run(run_dir):
-        raise CheckpointError(f"{run_dir} already holds a run; pass resume=True to continue it, or another output_dir")
+        raise CheckpointError(
+            f"{run_dir} already holds a run; continue it with resume=True (--resume), or choose another output_dir (--output)"
+        )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rllm_trace.gateway import command as gateway_command
-from rllm_trainer.config import make_settings, table
+from rllm_trainer._extra import require_extra
 from rllm_trainer.exceptions import SettingError, TrainerError
 
 if TYPE_CHECKING:
@@ -42,6 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     if asked.run is gateway_command.run:  # needs nothing of the trainer, so not what a report needs either
         return gateway_command.run(asked)
+    try:
+        require_extra()
+    except ImportError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)  # noqa: T201 - what prints nicely is not installed
+        return 2
     from rllm_trainer.report import Report
 
     report = Report()
@@ -93,7 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     tuning.add_argument("--min-reward", type=float, help="of stored episodes, those that earned at least so much")
     tuning.add_argument("--eval", help="held-out episodes or chats, as data")
     _add_run(tuning)
-    settings = commands.add_parser("settings", help="list every setting with its default")
+    what = "list every setting with its default and what it does"
+    settings = commands.add_parser("settings", help=what, description=what)
+    settings.add_argument("names", nargs="*", metavar="NAME", help="only these")
     settings.set_defaults(run=_settings)
     what = "record the calls of apps in any language: an OpenAI-compatible and Anthropic-Messages reverse proxy"
     gateway = commands.add_parser("gateway", help=what, description=what + "; also python -m rllm_trace.gateway")
@@ -167,10 +174,14 @@ def _sft(asked: argparse.Namespace) -> None:
     )
 
 
-def _settings(_: argparse.Namespace) -> None:
+def _settings(asked: argparse.Namespace) -> None:
+    from rllm_trainer.config import make_settings, table
     from rllm_trainer.report import Report
+    from rllm_trainer.setting_docs import setting_docs
 
-    Report().settings(table(make_settings({}), ()), {})
+    docs = setting_docs()
+    make_settings(dict.fromkeys(name for name in asked.names if name not in docs))
+    Report().explained([row for row in table(make_settings({}), ()) if not asked.names or row.name in asked.names], docs)
 
 
 def _object(spec: str) -> Any:

@@ -475,7 +475,7 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, (Limits, LoraSettings, OverlongPenalty)):
+    if isinstance(value, msgspec.Struct):
         return repr(msgspec.to_builtins(value))
     text = repr(value)
     return text if len(text) <= 100 else text[:97] + "..."

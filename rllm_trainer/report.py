@@ -70,6 +70,13 @@ class Report:
             table.add_row(row.name, _plain(row.value), "given" if row.given else "[dim]default[/]")
         self._out.print(table)
 
+    def explained(self, rows: Sequence[SettingRow], docs: Mapping[str, str]) -> None:
+        """Settings with their defaults and what each does."""
+        table = _table("setting", "default", "what it does")
+        for row in rows:
+            table.add_row(row.name, _plain(row.value), _plain(docs[row.name]))
+        self._out.print(table)
+
     def note(self, sentence: str) -> None:
         """One line."""
         if self._progress:

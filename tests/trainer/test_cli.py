@@ -1,14 +1,19 @@
 """The command line calls ``fit`` and ``evaluate`` with what was asked for."""
 
+import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import rllm_trainer
 from rllm_trainer import cli
+from rllm_trainer.config import Settings
 from rllm_trainer.exceptions import SettingError
+from rllm_trainer.setting_docs import setting_docs
 
 APP = """
 def answer(question):
@@ -86,3 +91,31 @@ def test_values_are_json_or_text():
     }
     with pytest.raises(SettingError):
         cli._values(["=3"])
+
+
+def test_every_setting_is_listed_with_what_it_does(capsys):
+    """``rllm settings`` explains each; with names, those."""
+    assert cli.main(["settings"]) == 0
+    assert list(setting_docs()) == list(Settings.__struct_fields__)
+    assert all(text.endswith(".") for text in setting_docs().values())
+    capsys.readouterr()
+    assert cli.main(["settings", "seed"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Fixes task order, per-call seeds" in shown
+    assert "clip_high" not in shown
+    assert cli.main(["settings", "sed"]) == 2
+    assert "got the unknown setting 'sed'; did you mean 'seed'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["numpy", "rich", "verl"])
+def test_without_the_extra_the_command_and_the_functions_say_what_to_install(missing, monkeypatch, capsys):
+    """One sentence, where the SDK alone is installed."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else found(name))
+    sentence = f"rllm_trainer needs {missing}, which is not installed: pip install 'rllm-trace[trainer]'"
+    assert cli.main(["settings"]) == 2
+    assert capsys.readouterr().err == f"rllm: {sentence}\n"
+    monkeypatch.delitem(vars(rllm_trainer), "fit", raising=False)
+    with pytest.raises(ImportError, match=re.escape(sentence)):
+        _ = rllm_trainer.fit
+    assert rllm_trainer.TrainerError.__name__ == "TrainerError"
