@@ -137,7 +137,7 @@ def replay(
         try:
             return _run(plan, report, stop.event)
         except RunInterrupted:
-            report.warn(f"stopped; continue with replay(..., output_dir={str(plan.run_dir)!r}, resume=True)")
+            report.warn(f"stopped; continue with replay(..., output_dir={str(plan.run_dir)!r}, resume=True), or --output and --resume on the command line")
             error = stop.error()
     raise error
 
@@ -223,7 +223,7 @@ def _run(plan: _Plan, report: Report, stop: threading.Event) -> ReplayResult:
         newest = checkpoints.latest()
     assert newest is not None, "the loop writes a checkpoint before it returns"
     export_model(newest[1], run_dir / MODEL_FOLDER)
-    report.trainability(loop.trainability)
+    report.trainability(loop.trainability, since=plan.state.step)
     result = ReplayResult(
         model_path=run_dir / MODEL_FOLDER,
         metrics=metrics.lines,

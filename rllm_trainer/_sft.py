@@ -126,7 +126,7 @@ def sft(
         try:
             return _run(plan, report, stop.event)
         except RunInterrupted:
-            report.warn(f"stopped; continue with sft(..., output_dir={str(plan.run_dir)!r}, resume=True)")
+            report.warn(f"stopped; continue with sft(..., output_dir={str(plan.run_dir)!r}, resume=True), or --output and --resume on the command line")
             error = stop.error()
     raise error
 

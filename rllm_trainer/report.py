@@ -115,14 +115,14 @@ class Report:
                 self._exemplified.add(name)
                 self._out.print(f"      {_plain(name)}, such as {_plain(example)}", style="dim")
 
-    def trainability(self, found: TrainabilityReport) -> None:
-        """What became of the calls and tokens of the whole run."""
+    def trainability(self, found: TrainabilityReport, *, since: int = 0) -> None:
+        """What became of the calls and tokens of the run; of one that went on, from the step after ``since``."""
         counters = found.counters
         if not counters.episodes:
             return
         self.note(
-            f"trainability: {counters.trained_tokens} of {counters.sampled_tokens} sampled tokens ({counters.share_trained:.1%}) were "
-            f"trained, in {counters.rows} rows of {counters.episodes} episodes; {counters.multi_call_episodes} episodes made two or more "
+            f"trainability{f' since step {since}' if since else ''}: {counters.trained_tokens} of {counters.sampled_tokens} sampled tokens "
+            f"({counters.share_trained:.1%}) could be trained, in {counters.rows} rows of {counters.episodes} episodes; {counters.multi_call_episodes} episodes made two or more "
             f"calls, and {counters.one_row_episodes} of them are one row"
         )
         rows = found.table()
