@@ -21,7 +21,7 @@ from typing import Any, Unpack
 import msgspec
 
 from rllm_trainer.advantages import greedy_rule, require_greedy, rules_of
-from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, export_model, new_run_dir, owned, standing, write_json
+from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, export_model, how_to_continue, new_run_dir, owned, standing, write_json
 from rllm_trainer.config import Settings, SettingsKw, make_settings, table
 from rllm_trainer.credit_log import CreditLog
 from rllm_trainer.engine.memory import free_memory, model_shape, require_memory
@@ -137,7 +137,7 @@ def replay(
         try:
             return _run(plan, report, stop.event)
         except RunInterrupted:
-            report.warn(f"stopped; continue with replay(..., output_dir={str(plan.run_dir)!r}, resume=True), or --output and --resume on the command line")
+            report.warn(how_to_continue("replay", plan.run_dir))
             error = stop.error()
     raise error
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from rllm_trainer.batching import make_batch, require_scale_factor
 from rllm_trainer.chats import tokenize_chats
-from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, export_model, new_run_dir, owned, standing, write_json
+from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, export_model, how_to_continue, new_run_dir, owned, standing, write_json
 from rllm_trainer.config import Settings, SettingsKw, make_settings, table
 from rllm_trainer.engine.memory import free_memory, model_shape, require_memory
 from rllm_trainer.engine.verl_settings import passed_to_verl
@@ -126,7 +126,7 @@ def sft(
         try:
             return _run(plan, report, stop.event)
         except RunInterrupted:
-            report.warn(f"stopped; continue with sft(..., output_dir={str(plan.run_dir)!r}, resume=True), or --output and --resume on the command line")
+            report.warn(how_to_continue("sft", plan.run_dir))
             error = stop.error()
     raise error
 

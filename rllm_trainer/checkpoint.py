@@ -24,7 +24,17 @@ from rllm_trainer.exceptions import CheckpointError
 from rllm_trainer.rollout.record import ROLLOUTS_FILE
 from rllm_trainer.state import State
 
-__all__ = ["SETTINGS_FILE", "Checkpoints", "export_model", "new_run_dir", "owned", "require_same", "standing", "write_json"]
+__all__ = [
+    "SETTINGS_FILE",
+    "Checkpoints",
+    "export_model",
+    "how_to_continue",
+    "new_run_dir",
+    "owned",
+    "require_same",
+    "standing",
+    "write_json",
+]
 
 _FOLDER = "checkpoints"
 _STATE = "state.json"
@@ -83,6 +93,11 @@ class Checkpoints:
             return msgspec.json.decode((folder / _STATE).read_bytes(), type=State)
         except (OSError, msgspec.DecodeError):
             return None
+
+
+def how_to_continue(call: str, run_dir: Path) -> str:
+    """What is said of a run that was stopped; ``call`` is the function that made it."""
+    return f"stopped; continue with {call}(..., output_dir={str(run_dir)!r}, resume=True), or --output and --resume on the command line"
 
 
 def standing(

@@ -120,10 +120,11 @@ class Report:
         counters = found.counters
         if not counters.episodes:
             return
+        since_when = f" since step {since}" if since else ""
+        tokens = f"{counters.trained_tokens} of {counters.sampled_tokens} sampled tokens ({counters.share_trained:.1%})"
         self.note(
-            f"trainability{f' since step {since}' if since else ''}: {counters.trained_tokens} of {counters.sampled_tokens} sampled tokens "
-            f"({counters.share_trained:.1%}) could be trained, in {counters.rows} rows of {counters.episodes} episodes; {counters.multi_call_episodes} episodes made two or more "
-            f"calls, and {counters.one_row_episodes} of them are one row"
+            f"trainability{since_when}: {tokens} could be trained, in {counters.rows} rows of {counters.episodes} episodes; "
+            f"{counters.multi_call_episodes} episodes made two or more calls, and {counters.one_row_episodes} of them are one row"
         )
         rows = found.table()
         if rows and self._progress:

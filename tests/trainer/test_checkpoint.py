@@ -141,7 +141,7 @@ def test_a_folder_with_a_run_is_not_written_over(tmp_path):
     write_json(tmp_path / "new" / SETTINGS_FILE, {"settings": {}})
     assert new_run_dir(tmp_path / "new", name="app", resume=False) == tmp_path / "new"
     (tmp_path / "new" / ROLLOUTS_FILE).write_text("{}\n")
-    with pytest.raises(CheckpointError, match="already holds a run; pass resume=True"):
+    with pytest.raises(CheckpointError, match="already holds a run; continue it with resume=True"):
         new_run_dir(tmp_path / "new", name="app", resume=False)
     assert new_run_dir(tmp_path / "new", name="app", resume=True) == tmp_path / "new"
     assert new_run_dir(None, name="app", resume=tmp_path / "new") == tmp_path / "new"

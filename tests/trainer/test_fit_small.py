@@ -154,7 +154,7 @@ def test_ctrl_c_and_resume(tmp_path):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     begun = sum(line.step == 3 for line in read_lines(tmp_path / "run"))
     assert 8 <= begun < 32
-    with pytest.raises(CheckpointError, match="already holds a run; pass resume=True"):
+    with pytest.raises(CheckpointError, match="already holds a run; continue it with resume=True"):
         fit(interrupted, ROWS, **settings)
     with pytest.raises(CheckpointError, match="had seed=0, and now it is 1"):
         fit(interrupted, ROWS, resume=True, seed=1, **settings)
