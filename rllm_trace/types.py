@@ -47,11 +47,11 @@ class _Packed(_Array):
 
     def __new__(cls, values: Iterable[Any] | bytes = ()) -> Self:
         if isinstance(values, (bytes, bytearray, memoryview)):
-            self = super().__new__(cls, cls._code)
-            self.frombytes(values)
+            taken: array.array[Any] = array.array(cls._code)
+            taken.frombytes(values)
             if sys.byteorder == "big":
-                self.byteswap()
-            return self
+                taken.byteswap()
+            values = taken  # copied into one of its very size: ``frombytes`` has left room to grow
         return super().__new__(cls, cls._code, values)
 
     def __eq__(self, other: object) -> bool:
