@@ -16,7 +16,7 @@ import msgspec
 
 from rllm_trace.routing import CallSites
 from rllm_trainer.advantages import greedy_rule
-from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, export_model, owned, write_json
+from rllm_trainer.checkpoint import SETTINGS_FILE, Checkpoints, export_model, how_to_continue, owned, write_json
 from rllm_trainer.config import SettingsKw
 from rllm_trainer.credit_log import CreditLog
 from rllm_trainer.evaluation import Evaluation, Evaluator, Rise, rise_of
@@ -128,7 +128,7 @@ def fit(
                 return _run_on_cluster(ask, plan, report, stop.event)
             return _run(ask, plan, report, stop.event)
         except RunInterrupted:
-            report.warn(f"stopped; continue with fit(..., output_dir={str(plan.run_dir)!r}, resume=True)")
+            report.warn(how_to_continue("fit", plan.run_dir))
             error = stop.error()
     raise error
 
@@ -214,7 +214,7 @@ def _run_on_cluster(ask: Ask, plan: RunPlan, report: Report, stop: threading.Eve
     from rllm_trainer.cluster.run import run_on_cluster
 
     done = run_on_cluster(ask, plan, report, stop)
-    return _result(plan, done.before, done.last_evaluation, TrainabilityReport(counters=done.counters), done.lines, report)
+    return _result(plan, done.before, done.last_evaluation, done.trainability, done.lines, report)
 
 
 def _check_template(server: Server, report: Report) -> None:
@@ -248,7 +248,7 @@ def _result(
     plan: RunPlan, before: Evaluation | None, after: Evaluation | None, found: TrainabilityReport, lines: list[Line], report: Report
 ) -> FitResult:
     rise = rise_of(before, after, seed=plan.settings.seed) if before is not None and after is not None else None
-    report.trainability(found)
+    report.trainability(found, since=plan.state.step)
     if after is not None:
         report.evaluation("after", after.sampled.interval, after.greedy.interval if after.greedy else None, after.sampled.failures)
     if rise is not None:

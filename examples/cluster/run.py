@@ -48,7 +48,8 @@ LAYOUTS: dict[int, dict[str, Any]] = {
 
 CPU: dict[str, Any] = {
     "cluster": {"nodes": 1, "gpus_per_node": 2, "app_workers": 1, "app_cpus": 0},
-    "batch_tasks": 4,
+    "batch_tasks": 2,
+    "group_size": 4,
     "max_model_len": 512,
 }
 
@@ -59,7 +60,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, choices=sorted(LAYOUTS), default=8)
     parser.add_argument("--cpu", action="store_true", help="two ranks on this machine's CPU")
     parser.add_argument("--model", help="a Hugging Face folder that every node can read")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, help="100, or 5 with --cpu")
     parser.add_argument("--out", type=Path, default=Path("runs/cluster"))
     asked = parser.parse_args()
     if not asked.cpu and asked.model is None:
@@ -70,10 +71,10 @@ def main() -> None:
         bills(4096, seed=0),
         model="tiny-qwen2" if asked.cpu else asked.model,
         reward=close,
-        eval_dataset=bills(64, seed=1),
+        eval_dataset=bills(8 if asked.cpu else 64, seed=1),
         engine="cluster",
         output_dir=asked.out,
-        steps=asked.steps,
+        steps=asked.steps or (5 if asked.cpu else 100),
         **settings,
     )
     print(result.rise, result.model_path)

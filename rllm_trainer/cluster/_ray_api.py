@@ -12,6 +12,7 @@ import ray.util.scheduling_strategies as _strategies
 ray: Any = _ray
 cloudpickle: Any = _cloudpickle
 NodeAffinity: Any = _strategies.NodeAffinitySchedulingStrategy
+ActorDiedError: Any = _exceptions.ActorDiedError
 RayActorError: Any = _exceptions.RayActorError
 RayError: Any = _exceptions.RayError
 RayTaskError: Any = _exceptions.RayTaskError

@@ -16,6 +16,7 @@ import msgspec
 
 from rllm_trace.routing import Route
 from rllm_trainer.config import Settings
+from rllm_trainer.credit_log import CreditLog
 from rllm_trainer.rollout.dataset import Task
 from rllm_trainer.rollout.record import RolloutLog
 from rllm_trainer.rollout.runner import RunInterrupted
@@ -55,6 +56,7 @@ class Session:
     events: Any
     """``EventReport``."""
     log: RolloutLog
+    credit: CreditLog
     stop: threading.Event = field(default_factory=threading.Event)
     version: int = 0
     """Of the weights that replicas serve."""
@@ -63,6 +65,10 @@ class Session:
     """verl's id of a prompt -> its group, from its end until it is trained."""
     notes: Counter[str] = field(default_factory=Counter[str])
     failure: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """What no retry mends: the trainer ends with the first of these."""
+        self.failure = self.failure or error
 
     def check(self) -> None:
         """Raises what ended the run."""

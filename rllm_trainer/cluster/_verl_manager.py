@@ -70,7 +70,7 @@ class AgentLoopManager:
 
     def __init__(self, session: Session, fronts: list[Any]) -> None:
         self._session = session
-        self._fronts = fronts
+        self.fronts = fronts
         """Actors live as long as somebody holds them."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rllm-queue", daemon=True).start()
@@ -100,7 +100,7 @@ class AgentLoopManager:
         except RunInterrupted:
             session.stop.set()
         except BaseException as error:  # noqa: BLE001 - raised again by the trainer, which waits for these rows
-            session.failure = session.failure or error
+            session.fail(error)
 
     def publish(self, uid: str, group: Group, step: int, seconds: float) -> None:
         """A group has ended: its rows go to verl."""

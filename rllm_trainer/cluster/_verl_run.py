@@ -20,7 +20,11 @@ from rllm_trainer.cluster._verl_trainer import TRAINERS
 from rllm_trainer.cluster._verl_v1_api import tq
 from rllm_trainer.cluster.events import EventReport, watch_stop
 from rllm_trainer.cluster.head import HeadPlan, HeadResult
+from rllm_trainer.cluster.liveness import Watch
+from rllm_trainer.cluster.ray_session import QUEUE
 from rllm_trainer.cluster.refusals import mode_of
+from rllm_trainer.credit_log import CreditLog
+from rllm_trainer.exceptions import TooManyFaults, TrainerError
 from rllm_trainer.metrics import MetricsLog
 from rllm_trainer.rollout.record import RolloutLog
 from rllm_trainer.rollout.runner import RunInterrupted
@@ -28,6 +32,8 @@ from rllm_trainer.rollout.runner import RunInterrupted
 __all__ = ["train"]
 
 WEIGHTS_FILE = "model.safetensors"
+_DEATH_SEEN = 5.0
+"""Seconds in which a death that made something else fail is seen."""
 
 
 def train(plan: HeadPlan, workers: Sequence[Any], mailbox: Any) -> HeadResult:
@@ -39,13 +45,18 @@ def train(plan: HeadPlan, workers: Sequence[Any], mailbox: Any) -> HeadResult:
         config.transfer_queue.enable = True
     OmegaConf.resolve(config)
     tq.init(config.transfer_queue)
+    watch: Watch | None = None
     stopped = False
     try:
         trainer = TRAINERS[mode_of(plan.settings)](config=config)
-        trainer.init()
+        try:
+            trainer.init()
+        finally:
+            ray.get(mailbox.hold.remote(_placed(trainer)))
         manager = AgentLoopManager.create(
             config=config, llm_client=trainer.get_llm_client(), teacher_client=None, reward_loop_worker_handles=trainer.get_reward_handles()
         )
+        watch = Watch(_needed(trainer, manager), session.fail)
         try:
             trainer.fit(manager)
         except RunInterrupted:
@@ -56,22 +67,59 @@ def train(plan: HeadPlan, workers: Sequence[Any], mailbox: Any) -> HeadResult:
         trainer.actor_rollout_wg.export_weights(str(target / WEIGHTS_FILE))
         return HeadResult(
             lines=session.events.lines,
-            counters=trainer.counters,
+            trainability=trainer.trainability,
             before=trainer.before,
             last_evaluation=trainer.last_evaluation,
             stopped=stopped,
             versions=_versions(),
         )
+    except Exception as error:
+        if watch is not None and (isinstance(error, TooManyFaults) or not isinstance(error, TrainerError)):
+            watch.wait(_DEATH_SEEN)
+        if session.failure is not None and session.failure is not error:
+            raise session.failure from error
+        raise
     finally:
+        if watch is not None:
+            watch.close()
         session.stop.set()
         session.log.close()
         tq.close()
+
+
+def _placed(trainer: Any) -> list[Any]:
+    """The placement groups that verl has made: of the ranks, and of replicas that have devices of their own."""
+    manager: Any = getattr(trainer, "resource_pool_manager", None)
+    own: Any = getattr(trainer, "standalone_server_manager", None)
+    pools: list[Any] = []
+    if manager is not None:
+        pools += list(manager.resource_pool_dict.values())
+    if own is not None:
+        pools += [replica.resource_pool for replica in own.get_replicas()]
+    found: list[Any] = []
+    for pool in pools:
+        if pool.pgs:
+            found += pool.pgs
+    return found
+
+
+def _needed(trainer: Any, manager: AgentLoopManager) -> dict[str, Any]:
+    """Every actor without which the run cannot go on, under the name that its end is told by."""
+    name, namespace = QUEUE
+    replicas = [handle for servers in trainer._rollout_server_managers() for handle in servers.server_handles]
+    return {
+        **{f"training rank {rank} on Ray": handle for rank, handle in enumerate(trainer.actor_rollout_wg.workers)},
+        **{f"rollout replica {number} on Ray": handle for number, handle in enumerate(replicas)},
+        **{f"front {number} on Ray": handle for number, handle in enumerate(manager.fronts)},
+        "verl's queue on Ray": ray.get_actor(name, namespace=namespace),
+    }
 
 
 def _session(plan: HeadPlan, workers: Sequence[Any], mailbox: Any) -> Any:
     settings, facts = plan.settings, plan.facts
     run_dir = Path(facts.run_dir)
     vocab = _vocab_size(Path(facts.model))
+    resume_after = plan.done if facts.resume else None
     return Session(
         settings=msgspec.structs.replace(settings, max_model_len=facts.max_model_len),
         model=Path(facts.model),
@@ -91,8 +139,9 @@ def _session(plan: HeadPlan, workers: Sequence[Any], mailbox: Any) -> Any:
             constrained=settings.constrained,
             call_timeout=settings.call_timeout,
         ),
-        events=EventReport(mailbox, MetricsLog(run_dir, resume_after=plan.done if plan.done else None)),
+        events=EventReport(mailbox, MetricsLog(run_dir, resume_after=resume_after)),
         log=RolloutLog(run_dir),
+        credit=CreditLog(run_dir, resume_after=resume_after),
         stop=threading.Event(),
     )
 

@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rllm_trainer.advantages.base import Estimates, Units
 from rllm_trainer.checkpoint import write_json
 from rllm_trainer.cluster._ray_api import ray
 from rllm_trainer.cluster._session import GroupRows, Session, current
+from rllm_trainer.cluster._verl_head_engine import HeadEngine
 from rllm_trainer.cluster._verl_loss import DENOMINATOR, GAP_MAX, IS_WEIGHTS, WEIGHTS, RowLoss
 from rllm_trainer.cluster._verl_v1_api import (
     KVBatchMeta,
@@ -35,8 +35,6 @@ from rllm_trainer.cluster._verl_v1_api import (
 from rllm_trainer.cluster._verl_worker import LR, DetachedRankWorker, RankWorker
 from rllm_trainer.cluster.refusals import mode_of
 from rllm_trainer.cluster.verl_rows import columns_of
-from rllm_trainer.correction import Corrected, Correction
-from rllm_trainer.engine import _verl_estimators
 from rllm_trainer.engine._verl_setup import make_loss
 from rllm_trainer.engine.verl_settings import child_settings
 from rllm_trainer.evaluation import Evaluation
@@ -48,10 +46,20 @@ from rllm_trainer.report import losses_of
 from rllm_trainer.rollout.record import read_rollouts
 from rllm_trainer.samples import Counters
 from rllm_trainer.schedule import learning_rate
-from rllm_trainer.trainability import WARN_EXCLUDED, excluded_share, require_replaced_names, require_signal, require_sound, site_findings
-from rllm_trainer.types import Float32, Group, Int32, Sample
+from rllm_trainer.trainability import (
+    WARN_EXCLUDED,
+    excluded_share,
+    require_replaced_names,
+    require_signal,
+    require_sound,
+    role_findings,
+    site_findings,
+)
+from rllm_trainer.trainability_report import TrainabilityReport, trainability_report
+from rllm_trainer.trainability_table import write_table
+from rllm_trainer.types import Float32, Group, Sample
 
-__all__ = ["TRAINERS", "HeadEngine", "row_loss"]
+__all__ = ["TRAINERS", "row_loss"]
 
 _UPDATE_FIELDS = (
     "prompts",
@@ -70,54 +78,6 @@ _UPDATE_FIELDS = (
 )
 
 
-class HeadEngine:
-    """What making a batch asks of an engine, answered from what verl has computed for the rows."""
-
-    def __init__(self, session: Session, logprobs: Mapping[bytes, Float32], reference: Mapping[bytes, Float32]) -> None:
-        self.vocab_size = session.vocab_size
-        self._settings = session.settings
-        self._logprobs = logprobs
-        self._reference = reference
-
-    def estimate(self, rule: str, units: Units) -> Estimates:
-        """verl's estimator of that name."""
-        arrays = {"lengths": units.lengths, "scores": units.scores, "old_logprobs": units.old_logprobs, "ref_logprobs": units.ref_logprobs}
-        advantages, totals = _verl_estimators.estimate(
-            rule,
-            {name: value for name, value in arrays.items() if value is not None},
-            groups=units.groups,
-            components=units.components,
-            config={"norm_adv_by_std_in_grpo": self._settings.norm_by_std},
-            kl=(self._settings.kl_estimator, self._settings.kl_coef),
-        )
-        return Estimates(advantages=advantages, totals=totals)
-
-    def logprobs(self, rows: Sequence[Int32], *, temperatures: Sequence[float], reference: bool = False) -> list[Float32]:
-        """Those that verl's ranks computed for these rows."""
-        known = self._reference if reference else self._logprobs
-        missing = sum(row.tobytes() not in known for row in rows)
-        if missing:
-            raise EngineError(
-                f"verl's trainer has computed no {'reference ' if reference else ''}logprobs for {missing} of {len(rows)} rows"
-            )
-        return [known[row.tobytes()] for row in rows]
-
-    def sum_pi_squared(self, rows: Sequence[Int32], *, temperatures: Sequence[float]) -> list[Any]:
-        raise EngineError("verl's trainer does not hand out sums of squared probabilities; use engine='direct-ray'")
-
-    def correction(self, lengths: Int32, *, old: Float32, recorded: Float32, correction: Correction) -> Corrected:
-        """verl's rollout correction."""
-        found = _verl_estimators.correction(
-            {
-                "lengths": _travelled(lengths),
-                "old_logprobs": _travelled(old),
-                "recorded_logprobs": _travelled(recorded),
-                "correction": correction,
-            }
-        )
-        return Corrected(weights=found["weights"], kept=found["kept"], metrics=found["metrics"])
-
-
 class _OurSteps:
     """Mixed into verl's trainers, before them."""
 
@@ -134,7 +94,8 @@ class _OurSteps:
         verls: Any = super()
         verls.__init__(config)
         self.session = current()
-        self.counters = Counters()
+        self.trainability = TrainabilityReport()
+        """What became of the calls and tokens of every step taken here."""
         self.before: Evaluation | None = None
         self.last_evaluation: Evaluation | None = None
         self._evaluator: Any = None
@@ -167,7 +128,7 @@ class _OurSteps:
         elif self._evaluator is not None:
             self.before = self._evaluator.run(step=0, version=self.session.version, greedy=self.session.settings.eval_greedy)
             write_json(path, self.before)
-            self.session.events.evaluated("before", self.before)
+            self.session.events.started_from(self.before)
         verls: Any = super()
         verls.on_train_begin()
 
@@ -220,6 +181,7 @@ class _OurSteps:
         ids = {sample.id: sample for found in samples.values() for sample in found.samples}
         engine = HeadEngine(session, self._computed(batch, ids, "old_log_probs"), self._computed(batch, ids, "ref_log_prob"))
         self._prepared = prepared = prepare(groups, samples, step=step, version=version, settings=session.settings, engine=engine)
+        session.credit.write(step, prepared.batch)
         metrics.update(prepared.credit.measures() | prepared.correction | batch_measures(prepared.batch))
         _write_columns(batch, prepared)
         return batch
@@ -262,8 +224,8 @@ class _OurSteps:
         groups = [one.group for one in self._groups]
         seconds = max((one.seconds for one in self._groups), default=0.0)
         counters = reduce(add, (found.counters for one in self._groups for found in one.samples.values()), Counters())
-        self.counters += counters
-        line = rollout_measures(groups, seconds) | sample_measures(counters, seconds)
+        found = self._trainability(version=global_steps - 1)
+        line = rollout_measures(groups, seconds, faults=session.settings.faults) | sample_measures(counters, seconds) | found.metrics()
         line |= {name: float(value) for name, value in metrics.items() if hasattr(value, "__float__")}
         line |= {f"timing_s/{name}": float(value) for name, value in timing_raw.items()}
         line |= self._evaluate(global_steps)
@@ -271,7 +233,21 @@ class _OurSteps:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         notes = [f"{sentence}: {count}" if count > 1 else sentence for sentence, count in session.notes.items()]
         session.notes.clear()
-        session.events.step(global_steps, line, losses_of(rollouts, counters, notes))
+        session.events.step(global_steps, line, losses_of(rollouts, counters, notes, found))
+
+    def _trainability(self, *, version: int) -> TrainabilityReport:
+        """What became of the step's tokens; the run's table is written anew."""
+        assert self._prepared is not None
+        credit = self._prepared.credit
+        found = trainability_report(
+            [samples for one in self._groups for samples in one.samples.values()],
+            policy_version=version,
+            groups=credit.groups + credit.groups_left_out,
+            groups_without_signal=credit.groups_without_signal,
+        )
+        self.trainability += found
+        write_table(self.session.run_dir, self.trainability)
+        return found
 
     def _evaluate(self, step: int) -> dict[str, float]:
         every = self.session.settings.eval_every
@@ -314,7 +290,7 @@ class _OurSteps:
         self.session.events.routing(sites)
         require_replaced_names(self.session.settings.replaces, sites)
         require_signal(groups, samples, sites)
-        for sentence in site_findings(sites):
+        for sentence in [*site_findings(sites), *role_findings(self.session.settings.algorithm, groups)]:
             self.session.events.warn(sentence)
 
     def _computed(self, batch: Any, samples: Mapping[str, Sample], field: str) -> dict[bytes, Float32]:
@@ -381,10 +357,6 @@ def _last(value: Any) -> float:
 def _first(value: Any) -> float:
     values: Any = value
     return float(values[0] if isinstance(value, list) else values)
-
-
-def _travelled(array: Any) -> dict[str, Any]:
-    return {"dtype": array.dtype.str, "shape": array.shape, "data": array.tobytes()}
 
 
 class SyncTrainer(_OurSteps, PPOTrainerSync):

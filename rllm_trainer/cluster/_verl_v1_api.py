@@ -13,6 +13,7 @@ import verl.single_controller.base.decorator as _decorator
 import verl.trainer.ppo.utils as _ppo_utils
 import verl.trainer.ppo.v1 as _v1
 import verl.trainer.ppo.v1.replay_buffer as _replay_buffer
+import verl.utils.fsdp_utils as _fsdp
 import verl.utils.metric as _metric
 import verl.workers.engine_workers as _workers
 import verl.workers.rollout.base as _rollout
@@ -48,7 +49,10 @@ RolloutReplicaRegistry: Any = _replica.RolloutReplicaRegistry
 TensorDict: Any = _tensordict.TensorDict
 ensure_async_iterator: Any = cast("Any", _rollout_utils).ensure_async_iterator
 list_of_dict_to_tensordict: Any = _tensordict_utils.list_of_dict_to_tensordict
+merged_lora_context: Any = cast("Any", _fsdp).merged_lora_context
 no_padding_2_padding: Any = _padding.no_padding_2_padding
+normalize_peft_param_name: Any = cast("Any", _fsdp).normalize_peft_param_name
+offload_fsdp_model_to_cpu: Any = cast("Any", _fsdp).offload_fsdp_model_to_cpu
 on_ranks: Any = cast("Any", _decorator).make_nd_compute_dataproto_dispatch_fn
 register: Any = cast("Any", _decorator).register
 response_to_nested: Any = _padding.response_to_nested

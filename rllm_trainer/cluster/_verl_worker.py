@@ -7,6 +7,8 @@ verl's worker does everything else. On CPUs the process group is made before ver
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +18,24 @@ from rllm_trainer.cluster._verl_v1_api import (
     DetachActorWorker,
     Dispatch,
     dist,
+    merged_lora_context,
+    normalize_peft_param_name,
+    offload_fsdp_model_to_cpu,
     on_ranks,
     register,
     tensordict_utils,
     torch,
 )
 from rllm_trainer.engine import _verl_state
+from rllm_trainer.engine._verl_api import DTensor, convert_weight_keys
 from rllm_trainer.engine.tensor_file import write_tensors
 
 __all__ = ["DetachedRankWorker", "RankWorker"]
 
 assert _verl_plugins.NAME  # importing it registers the replica with verl
 
+_MERGED = "_merged_lora_per_tensor_param"
+"""verl's, which rounds to bfloat16: replicas in float32 and the trained model's file would not be what the ranks have."""
 LR = "rllm_lr"
 TEMPERATURES = "rllm_temperature"
 """Fields of a batch: the step's learning rate, and (B) each row's temperature."""
@@ -36,13 +44,18 @@ TEMPERATURES = "rllm_temperature"
 class _Rank:
     """Mixed into verl's workers."""
 
+    config: Any
     actor: Any
     rank: int
 
     def init_model(self) -> None:
         _join_group()
+        _verl_state.seed_all(int(self.config.actor.data_loader_seed) + self.rank)  # an adapter begins with random numbers
         verls: Any = super()
         verls.init_model()
+        engine = getattr(getattr(self, "actor", None), "engine", None)
+        if hasattr(engine, _MERGED):
+            setattr(engine, _MERGED, partial(_merged, engine))
 
     def compute_log_prob(self, data: Any) -> Any:
         _use_temperatures(data)
@@ -125,6 +138,19 @@ class DetachedRankWorker(_Rank, DetachActorWorker):
     @register(dispatch_mode=on_ranks(mesh_name="actor"))
     def update_actor(self, data: Any) -> Any:
         return _Rank.update_actor(self, data)
+
+
+def _merged(engine: Any) -> Iterator[tuple[str, Any]]:
+    """Hugging Face name -> whole tensor of base and adapter as one, in the base's own precision. All ranks iterate."""
+    try:
+        with merged_lora_context(engine.module, backup_adapters=True):
+            inner = getattr(engine.module, "_fsdp_wrapped_module", engine.module)
+            named = convert_weight_keys(normalize_peft_param_name(engine.module.state_dict()), inner)
+            for name, tensor in named.items():
+                yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+    finally:
+        if engine._is_offload_param:
+            offload_fsdp_model_to_cpu(engine.module)
 
 
 def _use_temperatures(data: Any) -> None:

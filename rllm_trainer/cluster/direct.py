@@ -86,8 +86,7 @@ class RayEngine(VerlEngine):
         with ExitStack() as open_:
             ray = open_.enter_context(on_ray(settings.ray, settings.cluster))
             device = device_of(ray, settings.cluster)
-            if device != "cpu":
-                require_room(ray, settings.cluster, device)
+            require_room(ray, settings.cluster, device, direct=True)
             meeting = Path(tempfile.mkdtemp(prefix=".ranks-", dir=run_dir))
             open_.callback(shutil.rmtree, meeting, ignore_errors=True)
             ranks = _ranks(ray, settings, device, open_)

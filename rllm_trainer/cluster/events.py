@@ -14,6 +14,7 @@ from typing import Any
 
 from rllm_trace.routing import CallSite
 from rllm_trainer.evaluation import Evaluation, Evaluator
+from rllm_trainer.measures import evaluation_measures
 from rllm_trainer.metrics import Line, MetricsLog
 from rllm_trainer.report import Losses, Report
 from rllm_trainer.rollout.attempt import Job
@@ -32,6 +33,7 @@ class Mailbox:
         self._events: list[tuple[str, tuple[Any, ...]]] = []
         self._dropped = 0
         self._stop = False
+        self._held: list[Any] = []
 
     async def put(self, name: str, arguments: tuple[Any, ...]) -> None:
         """One event; beyond ten thousand that nobody takes, they are counted instead."""
@@ -47,6 +49,14 @@ class Mailbox:
             events.append(("warn", (f"{self._dropped} messages of the cluster were not taken in time and are lost",)))
             self._dropped = 0
         return events
+
+    async def hold(self, groups: list[Any]) -> None:
+        """Placement groups of the head: Ray keeps them until the user's job ends, even where the head is killed."""
+        self._held += groups
+
+    async def held(self) -> list[Any]:
+        """Those that the user's process gives back."""
+        return self._held
 
     async def stop(self) -> None:
         """The run is to end at its next step."""
@@ -84,10 +94,11 @@ class EventReport:
         """One step: on file, and as a message."""
         self._send("step", self._metrics.write(step, line), losses)
 
-    def evaluated(self, when: str, found: Evaluation) -> None:
-        """One evaluation."""
+    def started_from(self, found: Evaluation) -> None:
+        """The evaluation of the model that the run started from: the line of step 0, and a message."""
+        self._metrics.write(0, evaluation_measures(found))
         greedy = found.greedy.interval if found.greedy is not None else None
-        self._send("evaluation", when, found.sampled.interval, greedy, found.sampled.failures)
+        self._send("evaluation", "before", found.sampled.interval, greedy, found.sampled.failures)
 
     def evaluator(self, session: Any) -> Evaluator | None:
         """Over the run's fixed rows; None where there are none."""

@@ -17,7 +17,7 @@ from rllm_trainer.config import Settings
 from rllm_trainer.evaluation import Evaluation
 from rllm_trainer.metrics import Line
 from rllm_trainer.rollout.dataset import Task
-from rllm_trainer.samples import Counters
+from rllm_trainer.trainability_report import TrainabilityReport
 
 __all__ = ["Head", "HeadPlan", "HeadResult"]
 
@@ -39,7 +39,7 @@ class HeadResult(msgspec.Struct, frozen=True, kw_only=True):
     """What came of it."""
 
     lines: list[Line]
-    counters: Counters
+    trainability: TrainabilityReport
     before: Evaluation | None
     last_evaluation: Evaluation | None
     stopped: bool

@@ -5,10 +5,12 @@ Ray that was running in this process stays as it is; what we start ends with the
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,20 @@ from rllm_trainer.cluster.layout import ClusterLayout
 from rllm_trainer.cluster.loading import ray_api
 from rllm_trainer.exceptions import EngineError, SettingError
 
-__all__ = ["device_of", "here", "on_ray", "require_room"]
+__all__ = ["QUEUE", "device_of", "here", "on_ray", "require_alone", "require_room"]
 
 _ADDRESS = "RAY_ADDRESS"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+QUEUE = ("TransferQueueController", "transfer_queue")
+"""Name and namespace of verl's queue, of which a cluster has one."""
 _CPUS_A_RANK = 8
-"""verl asks for three CPUs a rank, and small actors need some; on CPUs these are promises, not cores."""
+"""Promised where this process starts Ray on a machine without accelerators: promises, not cores."""
+_CPUS_OF_A_RANK, _CPUS_OF_A_ROLLOUT_RANK = 3, 2
+_CPUS_OF_THE_HEAD = 3
+"""verl's: what each rank, and each rank that only rolls out, sets aside; the head, its rewards and its queue; a node's store has one."""
+_FREED = 30.0
+"""Seconds in which what a run has left is given back."""
+_POLL = 0.25
 _REAL_GPUS = Path("/proc/driver/nvidia/gpus")
 _ACCELERATOR = "accelerator_type:"
 """Prefix of the resource that Ray adds where it has found a real accelerator."""
@@ -67,18 +77,74 @@ def device_of(ray: Any, layout: ClusterLayout) -> str:
     return "cuda" if any(name.startswith(_ACCELERATOR) for name in ray.cluster_resources()) else "cpu"
 
 
-def require_room(ray: Any, layout: ClusterLayout, device: str) -> None:
-    """Raises ``EngineError`` where the cluster is smaller than the layout."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    wanted = layout.nodes * layout.gpus_per_node + (layout.rollout_nodes or 0) * (layout.rollout_gpus_per_node or 0)
-    have = [int(node["Resources"].get("GPU", 0)) for node in nodes]
-    fit = sum(count >= layout.gpus_per_node for count in have)
-    if fit < layout.nodes or sum(have) < wanted:
+def require_room(ray: Any, layout: ClusterLayout, device: str, *, direct: bool = False) -> None:
+    """Raises ``EngineError`` where the cluster is smaller than the layout, or what it has is in use: Ray would wait for it without end.
+
+    ``direct``: for ranks of the direct engine, which need an accelerator only where there are some, and none of verl's actors.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus_a_node = 0 if direct and device == "cpu" else layout.gpus_per_node
+    rollout = (layout.rollout_nodes or 0) * (layout.rollout_gpus_per_node or 0)
+    gpus = gpus_a_node * layout.nodes + rollout
+    cpus_a_node = layout.gpus_per_node * (1 if direct else _CPUS_OF_A_RANK)
+    cpus = cpus_a_node * layout.nodes + (0 if direct else _other_cpus(layout, rollout, len(nodes)))
+    have_gpus, have_cpus = [[int(node.get(kind, 0)) for node in nodes] for kind in ("GPU", "CPU")]
+    if sum(count >= gpus_a_node for count in have_gpus) < layout.nodes or sum(have_gpus) < gpus:
         logical = "; on machines without accelerators start Ray with logical ones, as in ray={'num_gpus': 2}" if device == "cpu" else ""
         raise EngineError(
-            f"the layout needs {layout.nodes} nodes with {layout.gpus_per_node} GPUs each and {wanted} in all; the cluster has nodes with "
-            f"{have} GPUs{logical}"
+            f"the layout needs {layout.nodes} nodes with {gpus_a_node} GPUs each and {gpus} in all; the cluster has nodes with "
+            f"{have_gpus} GPUs{logical}"
         )
+    if (
+        sum(c >= cpus_a_node and g >= gpus_a_node for c, g in zip(have_cpus, have_gpus, strict=True)) < layout.nodes
+        or sum(have_cpus) < cpus
+    ):
+        raise EngineError(
+            f"the layout needs {layout.nodes} nodes with {cpus_a_node} CPUs each and {cpus:g} in all, as Ray counts them; the cluster has "
+            f"nodes with {have_cpus} CPUs; start Ray with more, as in ray={{'num_cpus': {math.ceil(cpus)}}}"
+        )
+    wanted = {"GPU": gpus, "CPU": cpus}
+    if not _until(lambda: not _missing(ray, wanted)):
+        found = ", ".join(f"{free:g} of {wanted[name]:g} {name}s" for name, free in _missing(ray, wanted).items())
+        raise EngineError(f"others use what the layout needs: the cluster has {found} free; end them, or use another cluster")
+
+
+def require_alone(ray: Any) -> None:
+    """Raises ``EngineError`` while another run of verl's trainer is on this cluster: the two would mix their rows in one queue."""
+    if not _until(lambda: not _has_queue(ray)):
+        raise EngineError(
+            "another run of verl's trainer is on this Ray cluster, which has one queue for all; wait for its end, or use another cluster"
+        )
+
+
+def _other_cpus(layout: ClusterLayout, rollout_ranks: int, nodes: int) -> float:
+    """What is set aside besides the ranks': for replicas of their own, the head, verl's queue and its stores, and the app's workers."""
+    apps = layout.app_cpus * (layout.app_workers or nodes)
+    return _CPUS_OF_A_ROLLOUT_RANK * rollout_ranks + _CPUS_OF_THE_HEAD + layout.nodes + apps
+
+
+def _missing(ray: Any, wanted: dict[str, float]) -> dict[str, float]:
+    free: dict[str, float] = ray.available_resources()
+    return {name: free.get(name, 0.0) for name, count in wanted.items() if free.get(name, 0.0) < count}
+
+
+def _has_queue(ray: Any) -> bool:
+    name, namespace = QUEUE
+    try:
+        ray.get_actor(name, namespace=namespace)
+    except ValueError:
+        return False
+    return True
+
+
+def _until(holds: Callable[[], bool]) -> bool:
+    """Whether it holds within the time that a run before this one may take to go."""
+    ends = time.monotonic() + _FREED
+    while not holds():
+        if time.monotonic() > ends:
+            return False
+        time.sleep(_POLL)
+    return True
 
 
 def here(ray: Any) -> dict[str, Any]:

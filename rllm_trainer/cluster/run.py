@@ -21,9 +21,10 @@ from rllm_trainer.checkpoint import require_same, write_json
 from rllm_trainer.cluster.app_worker import AppWorker, packed_app
 from rllm_trainer.cluster.events import Mailbox, play
 from rllm_trainer.cluster.head import Head, HeadPlan, HeadResult
+from rllm_trainer.cluster.last_words import last_words, words_of
 from rllm_trainer.cluster.layout import ClusterLayout
 from rllm_trainer.cluster.loading import ray_api
-from rllm_trainer.cluster.ray_session import device_of, here, on_ray, require_room
+from rllm_trainer.cluster.ray_session import device_of, here, on_ray, require_alone, require_room
 from rllm_trainer.cluster.verl_overrides import Facts, overrides
 from rllm_trainer.exceptions import DatasetError, EngineError, SettingError, TrainerError
 from rllm_trainer.plan import Ask, RunPlan
@@ -39,7 +40,6 @@ _LATEST = "latest_checkpointed_iteration.txt"
 _STARTS = 600.0
 _WAIT = 0.5
 _MOST_LENGTH = 16_384
-_MOST_WORDS = 1500
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 _CPU_ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
@@ -74,9 +74,11 @@ def run_on_cluster(ask: Ask, plan: RunPlan, report: Report, stop: threading.Even
             ray = open_.enter_context(on_ray(settings.ray, settings.cluster))
         device = device_of(ray, settings.cluster)
         require_room(ray, settings.cluster, device)
+        require_alone(ray)
         head_plan = _head_plan(plan, device, report)
         mailbox = ray.remote(Mailbox).options(num_cpus=0, **here(ray)).remote()
         open_.callback(ray.kill, mailbox)
+        open_.callback(_give_back, ray, mailbox)
         environment = _ENVIRONMENT | (_CPU_ENVIRONMENT if device == "cpu" else _CUDA_ENVIRONMENT)
         head = ray.remote(Head).options(num_cpus=1, runtime_env={"env_vars": environment}, **here(ray)).remote(mailbox)
         open_.callback(ray.kill, head)
@@ -108,7 +110,7 @@ def app_workers(ray: Any, app: Any, rewards: Any, layout: ClusterLayout, concurr
             ray.get([worker.place.remote() for worker in workers], timeout=_STARTS)
         except Exception as error:  # Ray wraps whatever the worker raised
             raise SettingError(
-                f"the app could not be loaded in a worker of Ray: {_words(error)}; what it imports must be there on every node, "
+                f"the app could not be loaded in a worker of Ray: {words_of(error)}; what it imports must be there on every node, "
                 "as with ray={'runtime_env': {'working_dir': '.'}}"
             ) from error
         yield workers
@@ -182,6 +184,16 @@ def _waited(ray: Any, reference: Any, mailbox: Any, report: Report, stop: thread
             mailbox.stop.remote()
 
 
+def _give_back(ray: Any, mailbox: Any) -> None:
+    """Remove what the head had set aside: Ray would keep it until the user's job ends."""
+    try:
+        groups = ray.get(mailbox.held.remote(), timeout=_STARTS)
+    except ray_api().RayError:  # the cluster is gone, and they with it
+        return
+    for group in groups:
+        ray.util.remove_placement_group(group)
+
+
 def _got(ray: Any, reference: Any, timeout: float | None) -> Any:
     """What the head answered. Raises the error of ours that ended it, or an ``EngineError`` with its words."""
     try:
@@ -190,12 +202,8 @@ def _got(ray: Any, reference: Any, timeout: float | None) -> Any:
         cause = getattr(error, "cause", None)
         if isinstance(cause, (TrainerError, RunInterrupted)):
             raise cause from error
-        raise EngineError(f"verl's trainer on Ray ended: {_words(cause or error)}; Ray's logs have the whole of it") from error
-
-
-def _words(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {' | '.join(lines[-12:])[-_MOST_WORDS:]}"
+        words = f"{words_of(cause or error)}; Ray's logs have the whole of it.{last_words(error)}"
+        raise EngineError(f"verl's trainer on Ray ended: {words}") from error
 
 
 def _complete(model: Path, target: Path) -> None:

@@ -1,13 +1,19 @@
-"""Apps that the runs on a simulated cluster train: one async, one whose calls are made by a child process."""
+"""Apps that the runs on a simulated cluster train: one async, one whose calls are made by a child process, one that kills."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 import openai
+import ray
+from app import add_up
 
 import rllm_trace as rllm
 
@@ -38,6 +44,31 @@ def in_a_child(bill: str) -> str:
         [sys.executable, "-c", _PROGRAM, bill], env=rllm.child_env(), capture_output=True, text=True, timeout=300, check=True
     )
     return done.stdout
+
+
+@rllm.workflow
+def add_up_and_kill(bill: str, folder: str) -> str:
+    """The example's app, which first kills what ``folder/kills.json`` names for the number of checkpoints that are there; each once."""
+    latest = Path(folder) / "run" / "checkpoints" / "latest_checkpointed_iteration.txt"
+    done = latest.read_text() if latest.exists() else "0"
+    victim = json.loads((Path(folder) / "kills.json").read_text()).get(done)
+    if victim is not None and _first(Path(folder) / f"killed-{victim}"):
+        os.kill(os.getpid() if victim == "app worker" else _pid_of(victim), signal.SIGKILL)
+    return add_up(bill)
+
+
+def _first(mark: Path) -> bool:
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _pid_of(part: str) -> int:
+    """The process of an actor that verl or its replica has given a name with this in it; the last of them."""
+    name = sorted(found for found in ray.util.list_named_actors() if part in found)[-1]
+    return ray.get(ray.get_actor(name).__ray_call__.remote(lambda _: os.getpid()))
 
 
 _PROGRAM = f"""

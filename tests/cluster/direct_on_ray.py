@@ -1,24 +1,40 @@
-"""The direct engine on two simulated nodes, beside the same engine as one process: ``python direct_on_ray.py FOLDER``."""
+"""The direct engine on two simulated nodes, beside the same engine as one process: ``python direct_on_ray.py FOLDER``.
+
+First the engine alone, on rows given; then whole runs, one rollout at a time, so that both draw the same tokens.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import ray
-from ray.cluster_utils import Cluster
-from safetensors.numpy import load_file
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "cluster"))
 
+import numpy as np
+from app import add_up, bills, close
+from safetensors.numpy import load_file
+from simulated import two_nodes
+
+from rllm_trainer import fit
 from rllm_trainer.batching import make_batch
 from rllm_trainer.cluster.direct import RayEngine
 from rllm_trainer.config import make_settings
 from rllm_trainer.engine.verl import VerlEngine
 from rllm_trainer.models import resolve_model
 from rllm_trainer.types import Row, Sample, SampledSpan
+
+RUN: dict[str, Any] = {
+    "steps": 2,
+    "batch_tasks": 2,
+    "group_size": 2,
+    "concurrency": 1,
+    "max_model_len": 512,
+    "lr": 2e-4,
+    "policy_loss": "gspo",
+    "loss_agg": "seq-mean-token-mean",
+}
 
 
 def row(number: int) -> Row:
@@ -44,18 +60,12 @@ def row(number: int) -> Row:
 
 
 def main(folder: str) -> None:
-    os.environ |= {"RAY_memory_monitor_refresh_ms": "0"}  # both nodes would count the memory of the one machine
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     model = resolve_model("tiny-qwen2")
     given: dict[str, Any] = {"engine": "direct-ray", "policy_loss": "gspo", "loss_agg": "seq-mean-token-mean", "threads": 1}
     settings = make_settings({**given, "cluster": {"nodes": 2}})
     batch = make_batch([row(number) for number in range(5)], settings=settings, step=1, policy_version=0)
     found: dict[str, Any] = {}
-    cluster = Cluster()
-    for _ in range(2):
-        cluster.add_node(num_cpus=4, object_store_memory=100 * 2**20)
-    ray.init(address=cluster.address, log_to_driver=False)
-    try:
+    with two_nodes(cpus=4):
         for name in ("ray", "process"):
             run_dir = Path(folder) / name
             run_dir.mkdir(parents=True)
@@ -67,9 +77,11 @@ def main(folder: str) -> None:
                 engine.save(run_dir / "checkpoint")
             np.savez(run_dir / "found.npz", **{f"g/{n}": g for n, g in gradients.items()}, **{f"w/{n}": w for n, w in weights.items()})
             found[name] = {"loss": loss, "grad_norm": reports[-1].grad_norm, "last_loss": reports[-1].loss}
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+        for name, engine in (("ray", {"engine": "direct-ray", "cluster": {"nodes": 2}}), ("process", {})):
+            result = fit(
+                add_up, bills(8, seed=0), model="tiny-qwen2", reward=close, output_dir=Path(folder) / f"fit-{name}", **RUN, **engine
+            )
+            found[name] |= {"metrics": result.metrics, "model": str(result.model_path)}
     print(json.dumps(found))
 
 

@@ -6,19 +6,17 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import ray
-from ray.cluster_utils import Cluster
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "cluster"))
 
 from app import add_up, bills, close
 from cluster_apps import in_a_child, two_at_once
+from simulated import two_nodes
 
 from rllm_trainer import fit
 from rllm_trainer.cluster.layout import ClusterLayout
@@ -30,14 +28,7 @@ APPS: dict[str, Any] = {"add_up": add_up, "two_at_once": two_at_once, "in_a_chil
 
 def main(run_dir: str, settings: str, eval_rows: str = "0", app: str = "add_up") -> None:
     given = json.loads(settings)
-    os.environ |= {"RAY_memory_monitor_refresh_ms": "0"}  # both nodes would count the memory of the one machine
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray refuses logical GPUs where it is empty
-    gpus = given.pop("gpus_a_node", 1)
-    cluster = Cluster()
-    for _ in range(2):
-        cluster.add_node(num_cpus=16, num_gpus=gpus, object_store_memory=200 * 2**20)
-    ray.init(address=cluster.address, log_to_driver=False)
-    try:
+    with two_nodes(gpus=given.pop("gpus_a_node", 1)) as ray:
         facts, wrong = check_cluster(
             ray, msgspec.convert(given.get("cluster", {}), ClusterLayout), model=resolve_model("tiny-qwen2"), run_dir=Path(run_dir)
         )
@@ -63,9 +54,6 @@ def main(run_dir: str, settings: str, eval_rows: str = "0", app: str = "add_up")
                 }
             )
         )
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 if __name__ == "__main__":
