@@ -183,7 +183,7 @@ class EventReader:
 
     def _is_simple(self, chunk: bytes) -> bool:
         """Whole events, and none of them says that something is over."""
-        return chunk[-2:] == b"\n\n" and chunk.rfind(_UNFINISHED, _NEAR_END) >= 0
+        return chunk[-2:] == b"\n\n" and chunk.rfind(_UNFINISHED, _NEAR_END) >= 0 and chunk.rfind(_DONE, _NEAR_END) < 0
 
     def _simply(self, chunk: bytes) -> bytes | None:
         """An event without its ids and logprobs; None if it is not one event of a known layout."""
@@ -197,7 +197,7 @@ class EventReader:
             return chunk
         start, end = found.span()
         tail = chunk[end:]
-        if tail.find(b"\n\n") != len(tail) - 2 or _IDS_KEY in tail or VERSION_MARK in tail or _USAGE in tail:
+        if tail.find(b"\n") != len(tail) - 2 or tail[-1:] != b"\n" or _IDS_KEY in tail or VERSION_MARK in tail or _USAGE in tail:
             return None
         if chunk.find(b"\n", 0, start) >= 0 or chunk.find(_IDS_KEY, 0, start) >= 0:
             return None

@@ -81,6 +81,13 @@ def test_events_that_are_alike_are_shown_and_read_as_if_each_were_taken_apart(
     assert told(EventReader(keep), chunks) == told(SlowReader(keep), chunks)
 
 
+def test_an_end_that_comes_with_the_last_event_is_an_end() -> None:
+    """Nothing is taken out, and the event that ends nothing and the end of the stream come as one piece."""
+    reader = EventReader(ASKED_BY_THE_APP)
+    piece = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\ndata: [DONE]\n\n'
+    assert (reader.feed(piece), reader.done) == (piece, True)
+
+
 def test_the_events_of_a_stream_are_not_taken_apart_one_by_one() -> None:
     """Of a hundred events, the first is taken apart, and the ninety-nine that are like it are shown by what they have in common."""
     event = '{"id":"c","choices":[{"index":0,"delta":{"content":"%s"},"logprobs":%s,"finish_reason":null%s}]}\n\n'
