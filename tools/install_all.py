@@ -4,7 +4,8 @@
 
 ``--copied``: as a user has it, in site-packages, and anew each time; else editable. uv settles the set in seconds, where pip gives up on it
 after minutes of trying older releases. It reads none of pip's settings, so the package index, further indexes, folders of wheels and
-certificates that pip is set up with are handed on.
+certificates that pip is set up with are handed on. What it installs is compiled at once: engine, server and workers are processes of their
+own, and where no bytecode may be written later, each would compile torch, transformers and verl anew.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ def main() -> int:
 def uv_install() -> tuple[list[str], dict[str, str]]:
     """The command that installs into the running environment, with what pip is set up with; and the environment to run it in."""
     settings = pip_settings()
-    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable]
+    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--compile-bytecode", "--python", sys.executable]
     if index := settings.get("index-url"):
         command += ["--default-index", index]
     if further := [url for url in settings.get("extra-index-url", "").split() if url.startswith("http")]:
