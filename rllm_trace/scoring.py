@@ -26,7 +26,7 @@ from rllm_trace._instruments import ensure_instrumented
 from rllm_trace._open import OpenEpisode
 from rllm_trace._recorder import recorder
 from rllm_trace._rewards import facts_of, give_to_stores
-from rllm_trace._spans import Span, error_info, sources
+from rllm_trace._spans import Span, error_info, made, sources
 from rllm_trace.episodes import build_episode, with_rewards
 from rllm_trace.types import Episode, Reward, Trajectory
 
@@ -40,7 +40,7 @@ class _Keeper:
         if episode.exported:
             for sink in recorder.span_sinks:
                 with guard("exporter"):
-                    sink.put(span)
+                    sink.put(made(span))
 
     def came_late(self, episode: OpenEpisode, span: Span) -> None:
         counters.add("late", span.kind)
@@ -103,7 +103,7 @@ class Scoring:
         self._open.end(self._span)
         root = self._open.root.copy()
         root.ended, root.facts[A.TERMINATION] = sources.now(), "completed"
-        spans = self._open.close()
+        spans = [made(span) for span in self._open.close()]
         nested = [span for span in spans if span.kind == "reward" and span is not self._span]
         if nested:
             counters.add("orphan", "reward", len(nested))
