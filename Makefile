@@ -85,7 +85,7 @@ test-faults: setup  ## Run the tests that kill, fill or hang parts of real runs
 
 SHARDS := faults peers versions cluster vllm
 # Of these, .ci/run runs one after the suite, in turn.
-IN_TURN := faults peers vllm
+IN_TURN := faults peers vllm cluster
 
 test-all: test $(addprefix test-,$(SHARDS))  ## Run the suite and every slow shard; one that cannot install what it needs fails
 
