@@ -3,9 +3,9 @@
 Each rollout of the app waits as a slow tool would, lognormally (median 2 s, 99th percentile 20 s; seeded by row and rollout), and asks
 the model once. Server, engine, corrections and swaps are the real ones, on the tiny model; both runs have the same rows, seeds, quorum
 and concurrency, as many rollouts as the runs ahead ever have open. The reward after the run is held-out, sampled; the starts of engine and
-server are not counted.
+server are not counted. A little entropy keeps every seed from settling on one reply.
 
-    python benchmarks/staleness.py                        # three seeds, 24 steps each: about 35 minutes
+    python benchmarks/staleness.py                        # three seeds, 30 steps each: about 45 minutes
     python benchmarks/staleness.py --seeds 0 --steps 6
 """
 
@@ -75,7 +75,8 @@ def run(staleness: int, seed: int, steps: int, folder: Path, options: argparse.N
         staleness=staleness,
         seed=seed,
         lr=2e-3,
-        batch_tasks=4,
+        entropy_coef=0.01,
+        batch_tasks=8,
         group_size=8,
         concurrency=options.concurrency,
         quorum=options.quorum,
@@ -98,9 +99,9 @@ def run(staleness: int, seed: int, steps: int, folder: Path, options: argparse.N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--staleness", type=int, default=2)
-    parser.add_argument("--concurrency", type=int, default=96)
+    parser.add_argument("--concurrency", type=int, default=192)
     parser.add_argument("--quorum", type=float, default=1.0)
     options = parser.parse_args()
     found: list[tuple[dict[str, float], dict[str, float]]] = []
