@@ -40,7 +40,7 @@ _NOTHING: Final[Mapping[str, Any]] = types.MappingProxyType({})
 _TOLD: Final = frozenset({b"content-type", b"content-encoding", _VERSION := A.HEADER_POLICY_VERSION.lower().encode()})
 """Headers of an answer that are looked at."""
 
-_BROKEN: Final = ErrorInfo(type="rllm_trace.IncompleteStream", message="the stream ended before its last event")
+_BROKEN: Final = ErrorInfo(type=_exact.INCOMPLETE_STREAM, message="the stream ended before its last event")
 
 _encode = msgspec.json.Encoder(enc_hook=repr).encode
 

@@ -1,9 +1,9 @@
 """How a rollout ended in, whose fault it was out.
 
-Infrastructure faults (our deadline, a 5xx, a broken connection, a machine out of memory, files, threads or disk) and the app's own (it
-failed before its first exact call) leave the gradient, not the denominators. What the policy caused (the context ran over, a step limit,
-an action that could not be parsed) is trained, with the reward function's word or 0. Only infrastructure faults that raised are worth a
-new attempt.
+Infrastructure faults (our deadline, a 5xx, a broken connection, an answer of the policy's server that is none, a machine out of memory,
+files, threads or disk) and the app's own (it failed before its first exact call) leave the gradient, not the denominators. What the policy
+caused (the context ran over, a step limit, an action that could not be parsed) is trained, with the reward function's word or 0. Only
+infrastructure faults that raised, or left the app without a reply, are worth a new attempt.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import msgspec
 
+from rllm_trace._exact import INCOMPLETE_STREAM, NO_CHOICES, UNREADABLE
 from rllm_trace._spans import error_info
 from rllm_trace.exceptions import RllmError
 from rllm_trace.types import Episode, ErrorInfo, ModelCall
@@ -46,6 +47,8 @@ _NO_THREAD = "can't start new thread"
 """CPython's words, of a ``RuntimeError``."""
 _RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
 _APP_STATUS = frozenset({401, 403, 404, 405})
+_NO_ANSWER = frozenset({NO_CHOICES, UNREADABLE})
+"""Why a call is inexact to which a server that is up answered something else than a reply."""
 _LONGEST_MESSAGE = 300
 
 
@@ -73,10 +76,9 @@ def judge(*, error: BaseException | None, deadline: str | None, episode: Episode
     if error is not None:
         return _judge_error(error, episode)
     broken = _last_broken_call(episode)
-    if broken is not None and broken.error is not None:
-        return Verdict(
-            fault="infrastructure", reason=f"the app went on without the reply of a call that failed: {broken.error.message}", retry=True
-        )
+    if broken is not None:
+        why = broken.error.message if broken.error is not None else broken.inexact_reason
+        return Verdict(fault="infrastructure", reason=f"the app went on without the reply of a call that failed: {why}", retry=True)
     return Verdict()
 
 
@@ -116,6 +118,10 @@ def _judge_error(error: BaseException, episode: Episode | None) -> Verdict:
         return Verdict(fault="infrastructure", reason=f"the app raised {what}", retry=True)
     if any(_status(e) in _APP_STATUS or isinstance(e, RllmError) for e in _chain(error)):
         return Verdict(fault="app", reason=f"the app raised {what}")
+    broken = _last_broken_call(episode)
+    if broken is not None and broken.inexact_reason in _NO_ANSWER:
+        why = f"the app raised {what}, after an answer of the policy's server that is none: {broken.inexact_reason}"
+        return Verdict(fault="infrastructure", reason=why, retry=True)
     if not any(call.exact and call.complete for call in episode.calls) if episode is not None else True:
         return Verdict(fault="app", reason=f"the app raised {what} before its first exact call")
     return Verdict(fault="policy", reason=f"the app raised {what}")
@@ -163,9 +169,13 @@ def _last_broken_call(episode: Episode | None) -> ModelCall | None:
         return None
     for trajectory in episode.trajectories:
         calls = [call for call in trajectory.calls if call.endpoint == "policy" and not call.late]
-        if calls and calls[-1].error is not None and _is_below(calls[-1].error):
+        if calls and _is_broken(calls[-1]):
             return calls[-1]
     return None
+
+
+def _is_broken(call: ModelCall) -> bool:
+    return call.inexact_reason in _NO_ANSWER or (call.error is not None and _is_below(call.error))
 
 
 def _was_machine(error: ErrorInfo) -> bool:
@@ -179,7 +189,7 @@ def _was_machine(error: ErrorInfo) -> bool:
 
 def _is_below(error: ErrorInfo) -> bool:
     """Whether the server or the connection failed, not what was asked of it."""
-    if _is_server_status(error.status_code):
+    if _is_server_status(error.status_code) or error.type == INCOMPLETE_STREAM:
         return True
     module, _, name = error.type.rpartition(".")
     return name in _CONNECTION_TYPES and module.split(".")[0] in _CLIENT_MODULES
