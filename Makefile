@@ -75,7 +75,7 @@ test-vllm: setup vllm  ## Run the tests that start a real vLLM, in .venv-vllm
 
 demo-vllm: setup vllm  ## The demo with serving="vllm"; writes runs/demo-vllm/result.json
 	@$(BIN)/python $(DEMO)/run.py --seed $(SEED) --serving vllm --out runs/demo-vllm
-	@$(BIN)/python $(DEMO)/check.py runs/demo-vllm
+	@$(BIN)/python $(DEMO)/check.py runs/demo-vllm --within 1200
 
 test-cluster: setup  ## Run the tests that start Ray
 	@$(BIN)/python -m pytest -m cluster tests
