@@ -83,13 +83,12 @@ test-cluster: setup  ## Run the tests that start Ray
 test-faults: setup  ## Run the tests that kill, fill or hang parts of real runs
 	@$(BIN)/python -m pytest -m faults tests/faults
 
+# .ci/run runs one of these after the suite, in turn.
 SHARDS := faults peers versions cluster vllm
-# Of these, .ci/run runs one after the suite, in turn.
-IN_TURN := faults peers vllm cluster
 
 test-all: test $(addprefix test-,$(SHARDS))  ## Run the suite and every slow shard; one that cannot install what it needs fails
 
-test-shard: test-$(word $(shell expr $$(git rev-list --count HEAD) % $(words $(IN_TURN)) + 1),$(IN_TURN))  ## Run the slow shard whose turn it is, by the number of commits
+test-shard: test-$(word $(shell expr $$(git rev-list --count HEAD) % $(words $(SHARDS)) + 1),$(SHARDS))  ## Run the slow shard whose turn it is, by the number of commits
 
 check: setup  ## Format, lint, types and import contracts
 	@$(BIN)/ruff format --check .
