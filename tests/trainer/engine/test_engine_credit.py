@@ -97,6 +97,16 @@ def test_groups_of_one_and_without_spread_are_zero_and_counted(process: VerlEngi
     assert rows.counters.measures()["credit/groups_of_one"] == 1.0
 
 
+def test_a_group_of_one_has_no_say_in_what_is_whitened_over_the_batch(process: VerlEngine) -> None:
+    """Its advantage is 0, and the others' are what they are without it."""
+    alone = Group(task_id="alone", rollouts=[rollout(one_call("x", [5, 6, 7]), 9.0, task="alone")])
+    pair = Group(task_id="t", rollouts=[rollout(one_call("a", [5]), 1.0), rollout(one_call("b", [5, 6]), 0.0)])
+    without = credited(process, [pair], algorithm="reinforce_plus_plus_baseline")
+    both = credited(process, [alone, pair], algorithm="reinforce_plus_plus_baseline")
+    assert trained(both) == [[0.0, 0.0, 0.0], *trained(without)]
+    assert all(value != 0.0 for row in trained(without) for value in row)
+
+
 def test_two_agents_of_one_name_are_two_units_with_their_own_rewards(process: VerlEngine) -> None:
     """Two solvers, rewards 1 and 0, in each of two episodes; the judge, unscored, is credited by episode."""
 
@@ -127,6 +137,17 @@ def test_a_call_with_a_reward_of_its_own_gets_its_own_advantage(process: VerlEng
     assert [record.level for record in rows[0].credit] == ["call", "episode"]
 
 
+def test_rewards_of_a_call_count_by_their_weights(process: VerlEngine) -> None:
+    """2 at weight 0.5 and 1 at weight 3 make 4, against 0: a mean of 2."""
+
+    def episode(name: str, rewards: list[tuple[float, float]]) -> Any:
+        given = [Reward(name=f"r{n}", value=value, weight=weight, target=f"{name}-s1") for n, (value, weight) in enumerate(rewards)]
+        return make_episode(make_call(f"{name}-s1", [1, 2], [5]), episode_id=name, task_id="t", rewards=given)
+
+    group = Group(task_id="t", rollouts=[rollout(episode("a", [(2.0, 0.5), (1.0, 3.0)]), None), rollout(episode("b", [(0.0, 1.0)]), None)])
+    assert trained(credited(process, [group], norm_by_std=False)) == [[2.0], [-2.0]]
+
+
 def test_a_token_that_two_trajectories_continue_gets_their_mean(process: VerlEngine) -> None:
     """A planner's reply, continued by two executors with advantages 1 and -1 and its own 0.5: weights by ends below it."""
 
@@ -143,6 +164,20 @@ def test_a_token_that_two_trajectories_continue_gets_their_mean(process: VerlEng
     assert values["a-s1"] == pytest.approx([(0.5 + 1.0 - 1.0) / 3])
     assert values["a-e0"] == pytest.approx([1.0])
     assert rows.counters.shared_replies == 2
+
+
+def test_a_trajectory_has_a_share_for_each_of_its_ends(process: VerlEngine) -> None:
+    """A planner's reply that the planner continues twice and an executor once is the planner's by two thirds."""
+
+    def episode(name: str, planner: float) -> Any:
+        calls = [make_call(f"{name}-s1", [1, 2], [5]), *(make_call(f"{name}-s{n}", [1, 2, 5, n], [6]) for n in (11, 12))]
+        done = agent(f"{name}-x", "executor", [make_call(f"{name}-e", [1, 2, 5, 13], [6])], 0.0)
+        return make_episode(agents=[agent(f"{name}-p", "planner", calls, planner), done], episode_id=name, task_id="t")
+
+    group = Group(task_id="t", rollouts=[rollout(episode("a", 1.0), None), rollout(episode("b", 0.0), None)])
+    rows = credited(process, [group], norm_by_std=False)
+    by_span = {record.span_id: record for row in rows for record in row.credit}
+    assert by_span["a-s1"].shares == pytest.approx({"a-p": 2 / 3, "a-x": 1 / 3})
 
 
 def test_faults_leave_the_gradient_or_count_as_zero(process: VerlEngine) -> None:
