@@ -23,6 +23,7 @@ import msgspec
 from rllm_trainer.cluster.layout import ClusterLayout
 from rllm_trainer.cluster.loading import ray_api
 from rllm_trainer.cluster.ray_session import on_ray
+from rllm_trainer.config import make_settings
 from rllm_trainer.exceptions import TrainerError
 
 __all__ = ["Finding", "NodeFacts", "check_cluster", "findings", "look"]
@@ -158,10 +159,13 @@ def main() -> int:
     parser.add_argument("--address", default="auto", help="of the running cluster")
     asked = parser.parse_args()
     try:
-        layout = msgspec.json.decode(asked.layout, type=ClusterLayout)
+        layout = make_settings({"engine": "cluster", "cluster": msgspec.json.decode(asked.layout)}).cluster
         with on_ray({"address": asked.address}, layout) as ray:
             facts, wrong = check_cluster(ray, layout, model=asked.model, run_dir=asked.run_dir.absolute())
-    except (TrainerError, msgspec.ValidationError) as error:
+    except msgspec.DecodeError as error:
+        print(f'got --layout {asked.layout!r}, which is no JSON ({error}); expected {{"nodes": 2}} or the like', file=sys.stderr)  # noqa: T201
+        return 1
+    except TrainerError as error:
         print(error, file=sys.stderr)  # noqa: T201 - a command's own words
         return 1
     for one in facts:
@@ -181,4 +185,7 @@ def _version(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # By its name: what Ray carries to the nodes must be of a module that they can import, and __main__ is none.
+    from rllm_trainer.cluster import preflight
+
+    sys.exit(preflight.main())

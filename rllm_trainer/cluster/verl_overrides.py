@@ -71,6 +71,24 @@ _OURS: dict[str, str] = {
     "trainer.v1.trainer_mode": "cluster={'mode': ...}",
 }
 """verl's entry -> the setting of ours that fixes it."""
+_TUNED = (
+    f"{_M}.enable_gradient_checkpointing",
+    f"{_M}.override_config",
+    f"{_M}.use_remove_padding",
+    f"{_A}.fsdp_config",
+    f"{_A}.megatron",
+    f"{_A}.use_torch_compile",
+    f"{_R}.checkpoint_engine",
+    f"{_R}.free_cache_engine",
+    "actor_rollout_ref.ref.fsdp_config",
+    "data.dataloader_num_workers",
+    "reward.num_workers",
+    "trainer.experiment_name",
+    "trainer.logger",
+    "trainer.project_name",
+    "transfer_queue",
+)
+"""Beginnings of entries that the run sets and a user may set otherwise."""
 
 
 _SCALE_FACTOR = "actor.loss_scale_factor"
@@ -108,6 +126,8 @@ def overrides(settings: Settings, facts: Facts) -> list[str]:
         **_rollout(settings, facts, mode),
         **_trainer(settings, facts, mode),
     }
+    for name in passed:
+        _require_free(name, entries)
     groups = ["model_engine=megatron"] if settings.cluster.strategy == "megatron" else []
     return [*groups, *(f"{name}={_value(value)}" for name, value in {**entries, **passed}.items())]
 
@@ -123,6 +143,17 @@ def passed_entries(verl: Mapping[str, Any]) -> dict[str, Any]:
             raise SettingError(f"verl={{{bare!r}: ...}} is the setting {_OURS[bare]} here; set that instead")
         found[name] = value
     return found
+
+
+def _require_free(name: str, entries: Mapping[str, Any]) -> None:
+    """An entry that the run itself fixes is the user's only where it chooses how fast verl is, and not what it does."""
+    if name.startswith("~"):
+        raise SettingError(f"got verl={{{name!r}: ...}}; entries are set, or added with a +, and not taken away")
+    bare = name.lstrip("+")
+    fixed = {entry.lstrip("+"): value for entry, value in entries.items()}
+    for entry, value in fixed.items():
+        if (entry == bare or entry.startswith(f"{bare}.") or bare.startswith(f"{entry}.")) and not entry.startswith(_TUNED):
+            raise SettingError(f"verl={{{bare!r}: ...}} is fixed by the run, which sets {entry} to {value!r}; leave it out")
 
 
 def _data(settings: Settings) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -101,3 +104,39 @@ def test_entries_for_verl_pass_through_as_they_are() -> None:
     assert entries["actor_rollout_ref.rollout.gpu_memory_utilization"] == "0.6"
     assert entries["actor_rollout_ref.rollout.engine_kwargs.vllm"] == "{}"
     assert entries["+a.b"] == '[1,"x",null,true]'
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("trainer.v1.sampler.max_off_policy_threshold", "is fixed by the run, which sets trainer.v1.sampler.max_off_policy_threshold to 1"),
+        ("trainer.default_local_dir", "to '/runs/r/checkpoints'; leave it out"),
+        ("+actor_rollout_ref.rollout.calculate_log_probs", "to True; leave it out"),
+        ("actor_rollout_ref.actor.use_dynamic_bsz", "to True; leave it out"),
+        ("actor_rollout_ref.rollout.agent", "which sets actor_rollout_ref.rollout.agent.agent_loop_manager_class to"),
+        ("~trainer.project_name", "entries are set, or added with a +, and not taken away"),
+    ],
+)
+def test_what_the_run_fixes_for_verl_cannot_be_set_otherwise(name: str, words: str) -> None:
+    """Bounds, folders, masks and order are the run's; an entry above or below one of them is refused as well."""
+    with pytest.raises(SettingError, match=re.escape(words)):
+        composed({"verl": {name: 9}})
+
+
+def test_what_only_makes_verl_faster_or_smaller_is_the_users() -> None:
+    """Also where the run sets it."""
+    entries = composed({"verl": {"transfer_queue.backend.SimpleStorage.num_data_storage_units": 5, "trainer.logger": ["console"]}})
+    assert entries["transfer_queue.backend.SimpleStorage.num_data_storage_units"] == "5"
+    assert entries["trainer.logger"] == '["console"]'
+
+
+@pytest.mark.parametrize(
+    "layout, words", [("{nodes:2}", "got --layout '{nodes:2}', which is no JSON"), ('{"nods": 2}', "did you mean 'nodes'?")]
+)
+def test_a_layout_that_cannot_be_read_is_told_before_ray_is_asked(layout: str, words: str) -> None:
+    """By the command itself."""
+    command = [sys.executable, "-m", "rllm_trainer.cluster.preflight", "--model", "m", "--run-dir", "r", "--layout", layout]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
