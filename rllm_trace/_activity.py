@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol, cast
 
@@ -96,8 +97,8 @@ def snapshot(value: Any) -> Any:
 
 
 _BY_POSITION: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_names: dict[Any, tuple[str, ...] | None] = {}
-_signatures: dict[Any, inspect.Signature | None] = {}
+_names: weakref.WeakKeyDictionary[Any, tuple[str, ...] | None] = weakref.WeakKeyDictionary()
+_signatures: weakref.WeakKeyDictionary[Any, inspect.Signature | None] = weakref.WeakKeyDictionary()
 _MAX_SIGNATURES: Final = 10_000
 
 

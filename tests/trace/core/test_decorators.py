@@ -8,6 +8,7 @@ import functools
 import gc
 import inspect
 import pickle
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -733,3 +734,30 @@ def test_a_large_array_is_named_not_copied() -> None:
     assert (episodes[0].input["mask"], lists) == ([1, 0], [])
     assert episodes[0].input["image"].endswith("Image of 4194304 bytes, too large to record>")
     assert episodes[0].output == {"frames": [episodes[0].input["image"]]}
+
+
+def test_a_function_that_is_decorated_in_passing_is_not_kept() -> None:
+    """An app may decorate what it defines inside a request: what that holds goes when the app lets it go."""
+
+    class Held:
+        pass
+
+    def once() -> weakref.ref[Held]:
+        held = Held()
+
+        @rllm.workflow
+        def app(question: str) -> str:
+            return question if held else ""
+
+        @rllm.reward
+        def right(output: str) -> float:
+            return float(bool(held))
+
+        with rllm.collect() as episodes:
+            right(output=app("a"))
+        assert episodes[0].output == "a"
+        return weakref.ref(held)
+
+    held = once()
+    gc.collect()
+    assert held() is None
