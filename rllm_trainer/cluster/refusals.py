@@ -34,7 +34,17 @@ _ONLY_DIRECT: dict[str, str] = {
     "vllm": "verl starts vLLM; entries for it go by verl's names: verl={'actor_rollout_ref.rollout.gpu_memory_utilization': 0.6}",
 }
 _ONLY_RAY = ("cluster", "ray")
-_LAYOUT_OF_THE_TRAINER = ("mode", "strategy", "rollout", "rollout_nodes", "rollout_gpus_per_node", "offload")
+_LAYOUT_OF_THE_TRAINER = (
+    "mode",
+    "strategy",
+    "rollout",
+    "rollout_tensor_parallel",
+    "rollout_nodes",
+    "rollout_gpus_per_node",
+    "app_workers",
+    "app_cpus",
+    "offload",
+)
 
 
 def mode_of(settings: Settings) -> Mode:

@@ -65,9 +65,10 @@ def test_direct_ray_reads_the_ranks_and_nothing_of_verls_trainer() -> None:
     """The layout's nodes and ranks are read; how verl's trainer would serve is not."""
     settings = make_settings({"engine": "direct-ray", "policy_loss": "gspo", "cluster": {"nodes": 2}})
     require_cluster(settings, {})
-    settings = make_settings({"engine": "direct-ray", "cluster": {"rollout": "vllm"}})
-    with pytest.raises(SettingError, match="read by verl's trainer only"):
-        require_cluster(settings, {})
+    for idle in ({"rollout": "vllm"}, {"app_workers": 2}, {"app_cpus": 2.0}, {"rollout_tensor_parallel": 2}):
+        settings = make_settings({"engine": "direct-ray", "cluster": idle})
+        with pytest.raises(SettingError, match="read by verl's trainer only"):
+            require_cluster(settings, {})
 
 
 def test_staleness_chooses_verls_trainer() -> None:
