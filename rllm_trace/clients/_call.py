@@ -114,11 +114,7 @@ class ClientCall:
                     settings=settings_of(self.app_body, self.body),
                 )
         if self.refusal is None and self._may_ask():
-            refused = (
-                frozenset[str]()
-                if self.endpoint
-                else refusals.of(self.destination.base_url, self.model, stream=bool(self.body.get("stream")))
-            )
+            refused = frozenset[str]() if self.endpoint else refusals.of(self.destination.base_url, self.model, stream=self.streams)
             asking = ask(self.body, self.operation, refused, policy=self.endpoint is not None)
             self.body, self.added, self.keep = asking.body, asking.added, asking.keep
 
@@ -241,7 +237,7 @@ class ClientCall:
             with guard("client"):
                 refused = refused_fields(getattr(error, "status_code", None), _text_of(error), self.added)
                 if refused:
-                    refusals.remember(self.destination.base_url, self.model, refused, stream=bool(self.body.get("stream")))
+                    refusals.remember(self.destination.base_url, self.model, refused, stream=self.streams)
                     self.untouch()
                     return True
         self.finish(Reply(), error=self._error(error), cancelled=not isinstance(error, Exception))
