@@ -126,17 +126,8 @@ class LiveSource:
     def _with_greedy(self, groups: Sequence[Group], step: int, version: int, notes: list[str]) -> tuple[list[Group], float]:
         """Each group with one more rollout of its row, whose calls are no call sites of training."""
         route = msgspec.structs.replace(self._route, sampling=self._route.sampling | {"temperature": 0}, sites=None)
-        rollouts, seconds = run_jobs(
-            self._runner,
-            [Job(task_id=g.task_id, index=0, row=g.rollouts[0].row, seed=rollout_seed(self._seed, g.task_id, -1, step)) for g in groups],
-            Conditions(route=route, version=version, metadata={"step": step, "split": "greedy"}),
-            step=step,
-            split="greedy",
-            log=self._log,
-            report=self._report,
-            stop=self._stop,
-            notes=notes.append,
-        )
+        jobs = [Job(task_id=g.task_id, index=0, row=g.rollouts[0].row, seed=rollout_seed(self._seed, g.task_id, -1, step)) for g in groups]
+        rollouts, seconds = self._rollouts(jobs, route, step, version, "greedy", notes)
         return [msgspec.structs.replace(group, greedy=one) for group, one in zip(groups, rollouts, strict=True)], seconds
 
     def _run(
@@ -149,23 +140,27 @@ class LiveSource:
             for index in range(self._group_size)
             if (task.id, index) not in kept
         ]
-        conditions = Conditions(route=self._route, version=version, metadata={"step": step, "split": "train"})
         ids = {task.id for task in tasks}
         taken = [rollout for rollout in kept.values() if rollout.task_id in ids]
         if taken:
             notes.append(f"{len(taken)} rollouts were taken over from before the interruption")
-        rollouts, seconds = run_jobs(
+        rollouts, seconds = self._rollouts(jobs, self._route, step, version, "train", notes)
+        return [*taken, *rollouts], seconds
+
+    def _rollouts(
+        self, jobs: Sequence[Job], route: Route, step: int, version: int, split: Split, notes: list[str]
+    ) -> tuple[list[Rollout], float]:
+        return run_jobs(
             self._runner,
             jobs,
-            conditions,
+            Conditions(route=route, version=version, metadata={"step": step, "split": split}),
             step=step,
-            split="train",
+            split=split,
             log=self._log,
             report=self._report,
             stop=self._stop,
             notes=notes.append,
         )
-        return [*taken, *rollouts], seconds
 
     def cursor(self) -> Cursor | None:
         return None

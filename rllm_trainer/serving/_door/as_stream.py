@@ -48,14 +48,12 @@ def as_stream(answer: bytes, *, usage: bool) -> bytes:
     shared = {name: whole[name] for name in _SHARED if name in whole} | {"object": "chat.completion.chunk"}
     rest = {name: value for name, value in whole.items() if name not in _APART}
     events = [{**shared, "choices": [_said(choice)]} for choice in choices]
-    events += [{**shared, **(rest if last else {}), "choices": [_ended(choice)]} for last, choice in _marked(choices)]
+    events += [{**shared, "choices": [_ended(choice)]} for choice in choices]
+    if events:
+        events[-1] |= rest
     if usage:
         events.append({**shared, "choices": [], "usage": whole.get("usage")})
     return b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events) + b"data: [DONE]\n\n"
-
-
-def _marked(choices: list[dict[str, Any]]) -> list[tuple[bool, dict[str, Any]]]:
-    return [(number == len(choices), choice) for number, choice in enumerate(choices, 1)]
 
 
 def _said(choice: Mapping[str, Any]) -> dict[str, Any]:
