@@ -80,7 +80,8 @@ def run(app: ModuleType, rows: list[dict[str, str]], *, at_once: int) -> list[An
             async with places:
                 await app.decide(**row)
 
-        await asyncio.gather(*map(one, rows))
+        async with app.CLIENT:  # the freshly imported module is let go after the test, and its connections with it
+            await asyncio.gather(*map(one, rows))
 
     with rllm.collect() as episodes:
         asyncio.run(all_of_them())
