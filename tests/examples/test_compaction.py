@@ -31,7 +31,7 @@ def answer(exchange: Exchange) -> Reply:
 
 
 @pytest.fixture
-def app(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def app(monkeypatch: pytest.MonkeyPatch, lasting: list[ModuleType]) -> Iterator[ModuleType]:
     """The app, freshly imported, its endpoint a scripted server."""
     monkeypatch.syspath_prepend(FOLDER)
     for name in MODULES:
@@ -40,6 +40,8 @@ def app(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         monkeypatch.setenv("OPENAI_BASE_URL", server.base_url)
         monkeypatch.setenv("OPENAI_API_KEY", server.api_key)
         import app
+
+        lasting.append(app)
 
         yield app
     for name in MODULES:

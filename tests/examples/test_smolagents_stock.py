@@ -16,13 +16,15 @@ FOLDER = Path(__file__).parents[2] / "examples" / "smolagents_stock"
 
 
 @pytest.fixture
-def app(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def app(monkeypatch: pytest.MonkeyPatch, lasting: list[ModuleType]) -> ModuleType:
     """The decorated app, freshly imported, and the folder's other modules importable as ``run.py`` has them."""
     monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.setenv("OPENAI_API_KEY", "scripted")
     for name in ("app", "questions"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import app
+
+    lasting.append(app)
 
     yield app
     for name in ("app", "questions"):

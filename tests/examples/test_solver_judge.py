@@ -53,7 +53,7 @@ def model() -> Model:
 
 
 @pytest.fixture
-def app(monkeypatch: pytest.MonkeyPatch, model: Model) -> Iterator[ModuleType]:
+def app(monkeypatch: pytest.MonkeyPatch, model: Model, lasting: list[ModuleType]) -> Iterator[ModuleType]:
     """The app, freshly imported, its endpoint the scripted server."""
     monkeypatch.syspath_prepend(FOLDER)
     for name in MODULES:
@@ -62,6 +62,8 @@ def app(monkeypatch: pytest.MonkeyPatch, model: Model) -> Iterator[ModuleType]:
         monkeypatch.setenv("OPENAI_BASE_URL", server.base_url)
         monkeypatch.setenv("OPENAI_API_KEY", server.api_key)
         import app
+
+        lasting.append(app)
 
         monkeypatch.setattr(app, "MEAN_LATENCY", 0.001)
         monkeypatch.setattr(app, "LATENCY", random.Random(5))
@@ -80,8 +82,7 @@ def run(app: ModuleType, rows: list[dict[str, str]], *, at_once: int) -> list[An
             async with places:
                 await app.decide(**row)
 
-        async with app.CLIENT:  # the freshly imported module is let go after the test, and its connections with it
-            await asyncio.gather(*map(one, rows))
+        await asyncio.gather(*map(one, rows))
 
     with rllm.collect() as episodes:
         asyncio.run(all_of_them())

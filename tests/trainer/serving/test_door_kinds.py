@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -241,16 +243,26 @@ def test_calls_end_before_fireworks_loads(fireworks: DoorServer, scripted_firewo
     """A call in flight is waited for, one that comes meanwhile waits at the door and is of the new version."""
     scripted_fireworks.steps = [[READY, READY]]
     scripted_fireworks.stuck.clear()
-    with client(fireworks) as http, ThreadPoolExecutor(3) as pool:
-        first = pool.submit(http.post, "/chat/completions", json={"model": "m"})
-        assert scripted_fireworks.entered.get(timeout=20) == "chat"
+
+    def entered(seconds: float) -> bool:
+        with contextlib.suppress(queue.Empty):
+            return scripted_fireworks.entered.get(timeout=seconds) == "chat"
+        return False
+
+    with client(fireworks) as http, ThreadPoolExecutor(128) as pool:
+        inside = [pool.submit(http.post, "/chat/completions", json={"model": "m"})]
+        assert entered(20)
         swap = pool.submit(fireworks.swap, weights(tmp_path, 1))
-        second = pool.submit(http.post, "/chat/completions", json={"model": "m"})
+        while True:  # the swap has begun when a call does not get through
+            waits = pool.submit(http.post, "/chat/completions", json={"model": "m"})
+            if not entered(2):
+                break
+            inside.append(waits)
         assert not any(path.startswith("/hot_load") for path in scripted_fireworks.paths())
         scripted_fireworks.stuck.set()
-        assert swap.result(30).requests_in_flight in (1, 2)
-        assert first.result(20).headers["x-rllm-policy-version"] == "0"
-        assert second.result(20).status_code == 200
+        assert swap.result(30).requests_in_flight == len(inside)
+        assert {call.result(20).headers["x-rllm-policy-version"] for call in inside} == {"0"}
+        assert (waits.result(20).status_code, waits.result(20).headers["x-rllm-policy-version"]) == (200, "1")
 
 
 def test_the_key_is_in_no_file(fireworks: DoorServer, server_key: str, tmp_path: Path, scripted_fireworks: Any) -> None:
