@@ -188,3 +188,19 @@ def test_what_may_change_when_a_run_is_continued(on_started, tmp_path):
     again = fit(app, ROWS, reward=lowercase, output_dir=tmp_path / "run", resume=True, **GIVEN)
     assert [line["step"] for line in again.metrics] == [1, 2, 3]
     assert again.warnings == ["the run has taken 3 steps, and there are 2 in all: nothing is left to train"]
+
+
+def test_rows_that_run_out_end_the_run_after_the_last_of_them(on_started, tmp_path, capfd):
+    """Five rows, two a step, nine steps asked for: three are taken, and it says so; with more rows a continued run takes more."""
+
+    def rows(count):
+        yield from ({"word": f"say {i}"} for i in range(count))
+
+    given = GIVEN | {"steps": 9, "progress": True}
+    result = fit(app, rows(5), reward=lowercase, output_dir=tmp_path / "run", **given)
+    assert [(line["step"], line["rollouts"]) for line in result.metrics] == [(1, 8), (2, 8), (3, 4)]
+    assert (result.model_path / "model.safetensors").exists()
+    assert "the rows ran out after step 3" in capfd.readouterr().out
+    more = fit(app, rows(7), reward=lowercase, output_dir=tmp_path / "run", resume=True, **given)
+    assert [line["step"] for line in more.metrics] == [1, 2, 3, 4]
+    assert [rollout.row["word"] for rollout in read_rollouts(tmp_path / "run", steps=[4])[4]] == ["say 6"] * 4
