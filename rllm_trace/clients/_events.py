@@ -3,13 +3,14 @@
 The two are apart. Showing is done at once: where nothing is taken out, bytes pass through as they came; else whole events are passed on.
 Most events of a long stream are one event again and again, with another text: the bytes around its text are learned from one of them
 that was taken apart, and in those that begin and end alike nothing but the text and what was added is looked at (``_Layout``). Reading is
-done at the end, of all that came in one go, and where the record of the call is made: the app does not wait for it.
+done at the end, of all that came in one go, and where the record of the call is made: the app does not wait for it. Of events that differ
+in nothing but their text, one with all their texts is read.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import msgspec
 
@@ -41,7 +42,8 @@ _LOGPROBS_KEY: Final = b'"logprobs"'
 _FINISH_KEY: Final = b"finish_reason"
 _USAGE: Final = b'"usage":{'
 _IDS_KEY: Final = b"token_ids"
-_TEXT_KEY: Final = b'"content":"'
+_CONTENT: Final = b'"content"'
+_TEXT_KEY: Final = _CONTENT + b':"'
 _INSIDE: Final = re.compile(rb'[^"\\\n]*(?:\\[^\n][^"\\\n]*)*')
 """What stands between the quotes of a JSON text."""
 _MAX_LATER: Final = 4 * 1024 * 1024
@@ -55,13 +57,15 @@ _MAX_PENDING: Final = 64 * 1024 * 1024
 class _Layout:
     """What an event is around its text: another that is the same around another text is shown the same way."""
 
-    __slots__ = ("_added", "_head", "_tail")
+    __slots__ = ("_added", "_head", "_merges", "_tail")
 
-    def __init__(self, head: bytes, added: bytes | None, tail: bytes) -> None:
+    def __init__(self, head: bytes, added: bytes | None, tail: bytes, *, merges: bool) -> None:
         self._head = head
         self._added = added
         """What stands between the text and what was added; None where nothing was."""
         self._tail = tail
+        self._merges = merges
+        """One event with the texts of many says what the many say."""
 
     @classmethod
     def of(cls, event: bytes, start: int, end: int) -> _Layout | None:
@@ -73,7 +77,9 @@ class _Layout:
         after = cast("re.Match[bytes]", _INSIDE.match(event, at)).end()
         if event[after : after + 1] != b'"':
             return None
-        return cls(event[:at], None, event[after:]) if start < 0 else cls(event[:at], event[after:start], event[end:])
+        if start < 0:
+            return cls(event[:at], None, event[after:], merges=_says_only_text(event))
+        return cls(event[:at], event[after:start], event[end:], merges=False)
 
     def shown(self, event: bytes) -> bytes | None:
         """The event as the app is to see it; None if it is another one."""
@@ -93,6 +99,38 @@ class _Layout:
             return None
         return event[:start] + _NO_LOGPROBS + found[1] + self._tail
 
+    def merged(self, events: list[bytes]) -> bytes:
+        """What says the same as these events of the layout, for whoever joins their texts."""
+        if not self._merges:
+            return b"".join(events)
+        begin, end = len(self._head), -len(self._tail)
+        return b"".join([self._head, *[event[begin:end] for event in events], self._tail])
+
+
+class _Run(NamedTuple):
+    """Events of one layout, in a row."""
+
+    layout: _Layout
+    events: list[bytes]
+
+    def merged(self) -> bytes:
+        return self.layout.merged(self.events)
+
+
+def _says_only_text(event: bytes) -> bool:
+    """Whether nothing of the event but the text of one choice is added to what was there before."""
+    try:
+        body = read_body(event[len(_SIMPLE) :])
+    except UNREADABLE:
+        return False
+    if body.choices is None or len(body.choices) != 1 or event.count(_CONTENT) != 1 or body.error:
+        return False
+    choice, delta = body.choices[0], body.choices[0].delta
+    if delta is None or not isinstance(delta.content, str) or choice.text or choice.finish_reason is not None:
+        return False
+    others = (delta.refusal, delta.reasoning_content, delta.reasoning, delta.tool_calls, delta.function_call)
+    return not any(others) and (not choice.logprobs or bytes(choice.logprobs) == b"null")
+
 
 class EventReader:
     """Reads one stream."""
@@ -104,7 +142,9 @@ class EventReader:
         self._layout: _Layout | None = None
         self._pending = b""
         """The beginning of an event that has not been shown."""
-        self._later: list[bytes] = []
+        self._later: list[bytes | _Run] = []
+        self._alike: list[bytes] = []
+        """Events of ``_layout`` that came after those."""
         self._size = 0
         self._rest = b""
         """The beginning of an event that has not been read."""
@@ -133,9 +173,9 @@ class EventReader:
             return None
         seen = layout.shown(chunk)
         if seen is not None:
-            later = self._later
-            later.append(chunk)
-            if len(later) >= _MAX_EVENTS:
+            alike = self._alike
+            alike.append(chunk)
+            if len(alike) >= _MAX_EVENTS:
                 self._catch_up()
         return seen
 
@@ -146,7 +186,7 @@ class EventReader:
             seen = self._simply(chunk) if self._strips else chunk if self._is_simple(chunk) else None
             if seen is not None:
                 return seen
-        self._layout = None
+        self._learn(None)
         pending = self._pending + chunk if self._pending else chunk
         if b"\r" in pending and not pending.endswith(b"\r"):
             pending = pending.replace(b"\r\n", b"\n")
@@ -163,7 +203,7 @@ class EventReader:
 
     def flush(self) -> bytes:
         """The stream has ended: what was held back, shown as a last event."""
-        self._layout = None
+        self._learn(None)
         pending, self._pending = self._pending, b""
         seen = self._shown(pending) if pending else b""
         if not self.done:
@@ -181,6 +221,10 @@ class EventReader:
 
     # what the app sees
 
+    def _learn(self, layout: _Layout | None) -> None:
+        self._close_run()
+        self._layout = layout
+
     def _is_simple(self, chunk: bytes) -> bool:
         """Whole events, and none of them says that something is over."""
         return chunk[-2:] == b"\n\n" and chunk.rfind(_UNFINISHED, _NEAR_END) >= 0 and chunk.rfind(_DONE, _NEAR_END) < 0
@@ -193,7 +237,7 @@ class EventReader:
         if found is None:
             if not self._is_bare(chunk):
                 return None
-            self._layout = _Layout.of(chunk, -1, -1)
+            self._learn(_Layout.of(chunk, -1, -1))
             return chunk
         start, end = found.span()
         tail = chunk[end:]
@@ -201,7 +245,7 @@ class EventReader:
             return None
         if chunk.find(b"\n", 0, start) >= 0 or chunk.find(_IDS_KEY, 0, start) >= 0:
             return None
-        self._layout = _Layout.of(chunk, start, end)
+        self._learn(_Layout.of(chunk, start, end))
         return chunk[:start] + _NO_LOGPROBS + found[1] + tail
 
     def _is_bare(self, chunk: bytes) -> bool:
@@ -239,19 +283,26 @@ class EventReader:
     # what it says
 
     def _keep_for_later(self, chunk: bytes) -> None:
+        self._close_run()
         self._later.append(chunk)
         self._size += len(chunk)
         if self._size > _MAX_LATER:
             self._catch_up()
 
+    def _close_run(self) -> None:
+        alike, layout = self._alike, self._layout
+        if alike and layout is not None:
+            self._later.append(_Run(layout, alike))
+            self._alike = []
+
     def _catch_up(self) -> None:
         """Reads what has come of whole events."""
+        self._close_run()
         later, self._later, self._size, self._ends = self._later, [], 0, False
         if not later:
             return
-        received = self._rest + b"".join(later)
-        if b"\r" in received:
-            received = received.replace(b"\r\n", b"\n")
+        before = self._rest
+        received = _joined(before, [part.merged() if isinstance(part, _Run) else part for part in later])
         end = received.rfind(b"\n\n")
         if end < 0:
             self._rest = received
@@ -267,8 +318,9 @@ class EventReader:
             if len(bodies) != events.count(b"\n\n") + 1:
                 raise msgspec.DecodeError
             self._gathered.take(bodies)
-        except UNREADABLE:  # something else stands between them
-            for event in events.split(b"\n\n"):
+        except UNREADABLE:  # something else stands between them, or one is no JSON
+            received = _joined(before, [b"".join(part.events) if isinstance(part, _Run) else part for part in later])
+            for event in received[: received.rfind(b"\n\n")].split(b"\n\n"):
                 self._read(event)
 
     def _read(self, event: bytes) -> None:
@@ -278,6 +330,11 @@ class EventReader:
                 self._gathered.take((read_body(data),))
             except UNREADABLE:
                 self._gathered.unreadable = True
+
+
+def _joined(before: bytes, parts: list[bytes]) -> bytes:
+    received = before + b"".join(parts)
+    return received.replace(b"\r\n", b"\n") if b"\r" in received else received
 
 
 def _data_of(event: bytes) -> tuple[bytes, list[bytes]]:

@@ -27,7 +27,7 @@ class Onlooker:
         self._encoding = encoding
         self._response_class: type[Any] = type(response)
         self._pieces: list[bytes] = []
-        self._quickly: Callable[[bytes], bytes | None] | None = None
+        self.quickly: Callable[[bytes], bytes | None] | None = None
         """Shows an event that is like others before; None until there are such."""
         self.holds = False
         """The reply is whole and its stream's last events are still to come: the app gets the last chunk together with those, so that a
@@ -35,14 +35,6 @@ class Onlooker:
         self._holds_back = not events and encoding is None and not call.keep.everything
 
     def feed(self, chunk: bytes) -> bytes:
-        quickly = self._quickly
-        if quickly is not None:
-            seen = quickly(chunk)
-            if seen is not None:
-                return seen
-        return self._feed(chunk)
-
-    def _feed(self, chunk: bytes) -> bytes:
         call = self._call
         call.first_chunk()
         if not (self._is_events or self._pieces or self._encoding) and call.looks_streamed(chunk):
@@ -52,14 +44,14 @@ class Onlooker:
             self._pieces.append(chunk)
             return b"" if self._holds_back else chunk
         seen = events.feed(chunk)
-        self._quickly = getattr(events, "quickly", None)
+        self.quickly = getattr(events, "quickly", None)
         if events.done:
             call.stream_over(events.reply, True, None, exhausted=False)
             self.holds = False
         elif call.endpoint is not None:
             self.holds = events.is_whole(call.expected)
         if events.done or self.holds:
-            self._quickly = None
+            self.quickly = None
         return seen
 
     def flush(self) -> bytes:

@@ -23,6 +23,8 @@ class Reader(Protocol):
 
     holds: bool
     """What ``feed`` gave last is to be passed on together with what comes next."""
+    quickly: Callable[[bytes], bytes | None] | None
+    """``feed`` for a chunk like the one before; gives None, and has taken nothing in, for any other. None: there is no such chunk."""
 
     def feed(self, chunk: bytes) -> bytes:
         """A chunk has arrived; gives what the app is to see of it."""
@@ -55,9 +57,14 @@ class _Tee:
         try:
             return show(chunk)
         except Exception as error:  # noqa: BLE001 - as in ``guard``
-            self._show = None
-            guard.count("stream", error)
+            self._failed(error)
             return chunk
+
+    def _failed(self, error: Exception) -> None:
+        self._show = None
+        if self._reader is not None:
+            self._reader.quickly = None
+        guard.count("stream", error)
 
     def _flush(self) -> bytes:
         rest = b""
@@ -85,7 +92,14 @@ def _sync_class(module: Any) -> type[Any]:
             try:
                 feed, reader = self._feed, self._reader
                 for chunk in self._inner:
-                    seen = feed(chunk)
+                    seen = None
+                    if reader is not None and (quickly := reader.quickly) is not None:
+                        try:
+                            seen = quickly(chunk)
+                        except Exception as error:  # noqa: BLE001 - as in ``guard``
+                            self._failed(error)
+                    if seen is None:
+                        seen = feed(chunk)
                     if held:
                         seen = held + seen
                     if reader is not None and reader.holds:
@@ -121,7 +135,14 @@ def _async_class(module: Any) -> type[Any]:
             try:
                 feed, reader = self._feed, self._reader
                 async for chunk in self._inner:
-                    seen = feed(chunk)
+                    seen = None
+                    if reader is not None and (quickly := reader.quickly) is not None:
+                        try:
+                            seen = quickly(chunk)
+                        except Exception as error:  # noqa: BLE001 - as in ``guard``
+                            self._failed(error)
+                    if seen is None:
+                        seen = feed(chunk)
                     if held:
                         seen = held + seen
                     if reader is not None and reader.holds:

@@ -26,6 +26,7 @@ from rllm_trace._calls import open_call
 from rllm_trace._context import current
 from rllm_trace._guard import guard
 from rllm_trace.attributes import HEADER_CONVERSATION
+from rllm_trace.clients import _parameters
 from rllm_trace.clients._call import ClientCall, Destination
 from rllm_trace.clients._decode import UNREADABLE, Operation, Reply
 from rllm_trace.clients._direct import async_sender, sender
@@ -86,6 +87,7 @@ def install() -> bool:
                     _wrap(cls, name, is_async=cls is openai.AsyncOpenAI)
             if not hasattr(cls, "_send_request"):
                 setattr(cls, _HTTP, HttpClient(_is_redirected, _goes_out, is_async=cls is openai.AsyncOpenAI))
+        _parameters.install()
     return True
 
 
@@ -106,6 +108,7 @@ def uninstall() -> None:
     """Makes the wrappers inert, and takes off those that are outermost."""
     with _lock:
         _State.active = False
+        _parameters.uninstall()
         for cls in _State.classes:
             if isinstance(cls.__dict__.get(_HTTP), HttpClient):
                 delattr(cls, _HTTP)

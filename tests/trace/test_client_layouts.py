@@ -100,6 +100,48 @@ def test_the_events_of_a_stream_are_not_taken_apart_one_by_one() -> None:
         assert reader.reply().choices[0].text == 'a"b\\é' * 20
 
 
+BESIDE_THE_TEXT: list[tuple[str, str]] = [
+    ('{"content":"%s"}', "null"),
+    ('{"content":"%s","reasoning":"hm"}', "null"),
+    ('{"reasoning_content":"hm","content":"%s"}', "null"),
+    ('{"content":"%s","refusal":"no"}', "null"),
+    ('{"content":"%s","tool_calls":[{"index":0,"function":{"arguments":"a"}}]}', "null"),
+    ('{"content":"%s","function_call":{"arguments":"a"}}', "null"),
+    ('{"extra":{"content":"%s"},"content":"b"}', "null"),
+    ('{"extra":{"content":"%s"}, "content" : "b"}', "null"),
+    ('{"content":"%s","content":"b"}', "null"),
+    ('{"content":"%s"}', '{"content":null,"refusal":null}'),
+]
+
+
+@pytest.mark.parametrize("delta, logprobs", BESIDE_THE_TEXT)
+@pytest.mark.parametrize("keep", KEEPS)
+def test_what_stands_beside_the_text_is_read_as_often_as_it_came(delta: str, logprobs: str, keep: Keep) -> None:
+    """Events that differ in nothing but a text may say more than that text, each time."""
+    event = 'data: {"id":"c","choices":[{"index":0,"delta":%s,"logprobs":%s,"finish_reason":null}]}\n\n'
+    chunks = [(event % (delta % text, logprobs)).encode() for text in ("x", "", '\\"', "\\u00e9", "é")]
+    assert told(EventReader(keep), chunks) == told(SlowReader(keep), chunks)
+
+
+def test_a_text_that_is_cut_within_a_character_is_whole_in_the_record() -> None:
+    """Two events carry the halves of a surrogate pair, as servers that write JSON in ASCII may cut it: the record has the character."""
+    event = 'data: {"id":"c","choices":[{"index":0,"delta":{"content":"%s"},"logprobs":null,"finish_reason":null}]}\n\n'
+    reader = EventReader(ASKED_BY_US)
+    chunks = [(event % text).encode() for text in ("a", "\\ud83d", "\\ude00", "b")]
+    assert [reader.feed(chunk) for chunk in chunks] == chunks
+    assert reader.reply().choices[0].text == "a😀b"
+
+
+def test_a_text_that_no_one_can_read_takes_no_other_with_it() -> None:
+    """Half of a surrogate pair alone: its event is unreadable and the record says so; the texts before and after it are there."""
+    event = 'data: {"id":"c","choices":[{"index":0,"delta":{"content":"%s"},"logprobs":null,"finish_reason":null}]}\n\n'
+    reader = EventReader(ASKED_BY_US)
+    for text in ("a", "b", "\\ud83d", "c"):
+        reader.feed((event % text).encode())
+    reply = reader.reply()
+    assert (reply.choices[0].text, reply.fault) == ("abc", "response unreadable")
+
+
 @settings(max_examples=200, deadline=None)
 @given(events(), st.sampled_from(KEEPS))
 def test_a_body_that_is_called_bare_has_nothing_to_take_out(event: bytes, keep: Keep) -> None:
