@@ -21,7 +21,7 @@ from rllm_trainer._child import Child, ChildDied
 from rllm_trainer.engine.base import WeightsFile
 from rllm_trainer.exceptions import ServerError
 from rllm_trainer.serving.base import CONTINUED, Capabilities, Probe, SwapReport
-from rllm_trainer.serving.proof import SwapNotProven, judge
+from rllm_trainer.serving.proof import SwapNotProven, Verdict, judge
 from rllm_trainer.serving_settings import InFlight
 from rllm_trainer.types import Float32, Int32
 
@@ -188,20 +188,20 @@ class LocalServer:
 
         Raises:
             ServerError: the file was refused, and the old weights are still served.
-            SwapNotProven: what is served now is not what the file holds.
+            SwapNotProven: what was served was not what the file holds; the old weights are served again.
         """
         before = self._before(probe) if probe is not None else None
         report = self.swap_unproven(weights, check_digest=probe is None or weights.lora)
         if probe is None or before is None:
             return report
-        now, cached = self._read(probe)
-        whole = judge(probe, before, self._score(probe.rows, probe.temperature) if cached else now)
-        difference = whole.max_difference
-        if cached:
-            difference = max(difference, judge(probe, before, now, what="logprobs behind a cached prefix").max_difference)
-        if whole.proof == "digest" and not weights.lora:
-            self._prove_by_digest(weights)
-        return msgspec.structs.replace(report, proof=whole.proof, max_difference=difference)
+        try:
+            verdict = self._proven(weights, probe, before)
+        except Exception as error:
+            told = self._go_back()
+            if isinstance(error, SwapNotProven):
+                raise SwapNotProven(f"{error}; {told}") from error
+            raise
+        return msgspec.structs.replace(report, proof=verdict.proof, max_difference=verdict.max_difference)
 
     def swap_unproven(self, weights: WeightsFile, *, check_digest: bool = False) -> SwapReport:
         """The swap alone. ``check_digest``: the new buffers are hashed and compared before they are served."""
@@ -243,6 +243,24 @@ class LocalServer:
             probe.rows, probe.temperature, [first for first, _ in ends], [max(first - 1, last // 2) for first, last in ends]
         )
         return _logprobs(answer), any(answer["cached"])
+
+    def _proven(self, weights: WeightsFile, probe: Probe, before: list[Float32]) -> Verdict:
+        now, cached = self._read(probe)
+        verdict = judge(probe, before, self._score(probe.rows, probe.temperature) if cached else now)
+        if cached:
+            behind = judge(probe, before, now, what="logprobs behind a cached prefix")
+            verdict = msgspec.structs.replace(verdict, max_difference=max(verdict.max_difference, behind.max_difference))
+        if verdict.proof == "digest" and not weights.lora:
+            self._prove_by_digest(weights)
+        return verdict
+
+    def _go_back(self) -> str:
+        """Have the weights before the last swap served again; what came of it, in words."""
+        try:
+            self._version = int(self._call("POST", "/rllm/back", {})["version"])
+        except ServerError as error:
+            return f"the weights before it could not be put back: {error}"
+        return f"version {self._version} is served again"
 
     def _prove_by_digest(self, weights: WeightsFile) -> None:
         held = self.served_digest()

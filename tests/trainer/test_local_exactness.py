@@ -31,7 +31,9 @@ END_OF_TURN = 258
 Reference = Callable[[Sequence[int], float], np.ndarray]
 
 FAULTY = '''
-"""The server with one fault of swapping put in at each odd swap; the even ones are sound."""
+"""The server with one fault of swapping put in at each swap; going back is sound."""
+import msgspec
+
 from rllm_trainer.serving._local import main as server
 from rllm_trainer.serving._local.prefix_store import PrefixStore
 from rllm_trainer.serving._local.runner import NativeRunner
@@ -44,8 +46,7 @@ def skipped(self, weights):
 
 
 def stale_head(self, weights):
-    weights.head = self._weights.head
-    use(self, weights)
+    use(self, msgspec.structs.replace(weights, head=self._weights.head))
 
 
 def stale_cache(self, weights):
@@ -302,14 +303,37 @@ def make_probe(old: Reference, new: Reference) -> Probe:
     return Probe(rows=rows, old=as_float32[0], new=as_float32[1])
 
 
-def test_the_proof_catches_a_swap_that_did_not_happen(faulty: LocalServer, tiny: Path, tmp_path: Path) -> None:
-    """A real server whose swap is skipped, keeps the tied head, or keeps the prefix cache is caught by the probe each time."""
+def test_what_is_not_proven_is_taken_back(faulty: LocalServer, tiny: Path, tmp_path: Path) -> None:
+    """A real server whose swap is skipped, keeps the tied head, or keeps the prefix cache is caught each time, and serves the old weights
+    again: their version, digest and logprobs."""
     file = changed_weights(tiny, tmp_path / "new.safetensors", 1)
-    probe = make_probe(reference(tiny), reference(tiny, file.path))
+    old = reference(tiny)
+    probe = make_probe(old, reference(tiny, file.path))
     for words in ("still serves the old weights", "neither the old nor the new weights whole", "logprobs behind a cached prefix differ"):
-        with pytest.raises(SwapNotProven, match=words):
+        with pytest.raises(SwapNotProven, match=f"{words}.*; version 0 is served again"):
             faulty.swap(file, probe=probe)
-        faulty.swap(weights_file(tiny / "model.safetensors", 0))
+        assert (faulty.version, faulty.stats()["version"]) == (0, 0)
+        assert faulty.served_digest() == file_digest(tiny / "model.safetensors")
+        served = faulty.prompt_logprobs(probe.rows)
+        assert all(now == pytest.approx(was, abs=TOLERANCE, nan_ok=True) for now, was in zip(served, probe.old, strict=True))
+
+
+def test_nothing_that_is_gone_is_gone_back_to(as_started: LocalServer, tiny: Path, tmp_path: Path) -> None:
+    """One can go back once after a swap; not twice, and not after a file whose last tensor was refused, when the set before is spoiled."""
+    old, new = weights_file(tiny / "model.safetensors", 0), changed_weights(tiny, tmp_path / "new.safetensors", 1)
+    tensors = load_file(new.path)
+    tensors[max(tensors)] = torch.full_like(tensors[max(tensors)], float("inf"))
+    save_file(tensors, tmp_path / "bad.safetensors")
+    as_started.swap_unproven(old)
+    as_started.swap_unproven(new)
+    assert as_started._go_back() == "version 0 is served again"
+    assert as_started.served_digest() == old.digest
+    assert "there is no set of weights to go back to" in as_started._go_back()
+    as_started.swap_unproven(new)
+    with pytest.raises(ServerError, match="a value that is not finite"):
+        as_started.swap_unproven(weights_file(tmp_path / "bad.safetensors", 2))
+    assert "there is no set of weights to go back to" in as_started._go_back()
+    assert (as_started.stats()["version"], as_started.served_digest()) == (1, new.digest)
 
 
 def test_a_change_too_small_to_tell_is_proven_by_digest(as_started: LocalServer, tiny: Path, tmp_path: Path) -> None:

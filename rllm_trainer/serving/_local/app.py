@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +16,6 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from rllm_trace.attributes import HEADER_CONVERSATION, HEADER_POLICY_VERSION
-from rllm_trainer._digest import file_digest
 from rllm_trainer.serving._local.jobs import Generation, Scoring, Update
 from rllm_trainer.serving._local.loader import Loader
 from rllm_trainer.serving._local.protocol import (
@@ -37,7 +34,7 @@ from rllm_trainer.serving._local.replies import ChatReply, CompletionReply
 from rllm_trainer.serving._local.requests import Asked, Intake
 from rllm_trainer.serving._local.responses import ResponsesReply, ResponsesRequest, as_chat
 from rllm_trainer.serving._local.scheduler import Busy, Job, News, Scheduler
-from rllm_trainer.serving._local.weights import WeightsError
+from rllm_trainer.serving._local.swapping import Swaps
 
 __all__ = ["Service", "make_app"]
 
@@ -53,7 +50,7 @@ class Service:
         self.loader = loader
         self.scheduler = scheduler
         self.api_key = api_key
-        self.swapping = asyncio.Lock()
+        self.swaps = Swaps(loader, scheduler)
 
     @property
     def version(self) -> int:
@@ -95,6 +92,7 @@ def make_app(service: Service) -> Starlette:
         "/tokenize": ("POST", _tokenize),
         "/detokenize": ("POST", _detokenize),
         "/rllm/swap": ("POST", _swap),
+        "/rllm/back": ("POST", _back),
         "/rllm/pause": ("POST", _pause),
         "/rllm/resume": ("POST", _resume),
         "/rllm/score": ("POST", _score),
@@ -381,40 +379,12 @@ async def _resume(service: Service, request: Request) -> Response:
 
 
 async def _swap(service: Service, request: Request) -> Response:
-    started = time.monotonic()
-    asked = decode(await _body(request), SwapRequest)
-    if service.swapping.locked():
-        raise ApiError(409, "another swap is under way; wait for it", code="swap_under_way")
-    async with service.swapping:
-        try:
-            weights = await asyncio.to_thread(service.loader.load, Path(asked.path), lora=asked.lora)
-            if asked.digest is not None:
-                held = await asyncio.to_thread(_received_digest, service.loader, asked, weights)
-                if held != asked.digest:
-                    raise WeightsError(
-                        f"got tensors with digest {held} from {asked.path}, expected {asked.digest}; the old weights stay served"
-                    )
-        except WeightsError as error:
-            raise ApiError(400, str(error), code="weights_refused", param="path") from error
-        loaded = time.monotonic()
-        swapped = await asyncio.wrap_future(service.scheduler.swap(weights, asked.version, asked.in_flight))
-        service.loader.served = weights
-    body = {
-        "version": asked.version,
-        "requests_in_flight": swapped.in_flight,
-        "seconds": time.monotonic() - started,
-        "load_seconds": loaded - started,
-        "first_token_seconds": swapped.seconds,
-    }
-    return _json(body)
+    return _json(await service.swaps.swap(decode(await _body(request), SwapRequest)))
 
 
-def _received_digest(loader: Loader, asked: SwapRequest, weights: Any) -> str:
-    """Of the new buffers; of an adapter, which is merged into them, the file's own."""
-    return file_digest(Path(asked.path)) if asked.lora else loader.digest(weights)
+async def _back(service: Service, request: Request) -> Response:
+    return _json(await service.swaps.back())
 
 
 async def _digest(service: Service, request: Request) -> Response:
-    async with service.swapping:
-        held = await asyncio.to_thread(service.loader.digest, service.loader.served)
-        return _json({"version": service.version, "digest": held})
+    return _json(await service.swaps.digest())

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from rllm_trainer._digest import DigestBuilder
+from rllm_trainer.serving._local.checkpoint import DTYPES, Checkpoint, WeightsError
 from rllm_trainer.serving._local.kernels import all_finite
 from rllm_trainer.serving._local.prefix_store import Ids
 from rllm_trainer.serving._local.runner import Lane, Runner, StepResult
-from rllm_trainer.serving._local.weights import DTYPES, Checkpoint, WeightsError
 
 __all__ = ["FallbackLoader", "FallbackRunner"]
 
@@ -43,7 +43,7 @@ class FallbackLoader:
         self._dtypes = Checkpoint(folder).dtypes
         self.served: Any = model.eval()
 
-    def load(self, path: Path, *, lora: bool) -> Any:
+    def load(self, path: Path, *, lora: bool, over: Any = None) -> Any:
         if lora:
             raise WeightsError(
                 f"got an adapter for a {self._config.model_type} model; expected all weights (adapters are merged for llama and qwen)"
@@ -53,7 +53,7 @@ class FallbackLoader:
         bad = [name for name, tensor in tensors.items() if not all_finite(tensor)]
         if bad:
             raise WeightsError(f"got {bad[0]} with a value that is not finite in {path}; the weights before it stay served")
-        model = self._class(self._config)
+        model = self._class(self._config) if over is None else over
         try:
             missing, unknown = model.load_state_dict(tensors, strict=False, assign=False)
         except RuntimeError as error:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
+from rllm_trainer.serving._local.checkpoint import Checkpoint
 from rllm_trainer.serving._local.runner import NativeRunner, Runner
 from rllm_trainer.serving._local.spec import ModelSpec
-from rllm_trainer.serving._local.weights import Checkpoint, Weights, build, digest, merged_with_adapter
+from rllm_trainer.serving._local.weights import Weights, build, digest, merged_with_adapter
 
 __all__ = ["Loader", "NativeLoader", "open_model"]
 
@@ -20,8 +21,11 @@ class Loader(Protocol):
     kv_bytes_per_token: int
     served: Any
 
-    def load(self, path: Path, *, lora: bool) -> Any:
-        """A complete set of weights from a file or folder. Raises ``WeightsError``."""
+    def load(self, path: Path, *, lora: bool, over: Any = None) -> Any:
+        """A complete set of weights from a file or folder. Raises ``WeightsError``.
+
+        ``over``: a set that nothing computes with any more; it is written over, and holds nothing of use afterwards, even where this fails.
+        """
         ...
 
     def digest(self, weights: Any) -> str:
@@ -44,11 +48,11 @@ class NativeLoader:
         self._base = Checkpoint(folder)
         self.served: Weights = build(spec, self._base)
 
-    def load(self, path: Path, *, lora: bool) -> Weights:
+    def load(self, path: Path, *, lora: bool, over: Weights | None = None) -> Weights:
         given = Checkpoint(path)
         if lora:
-            return build(self._spec, self._base, merged_with_adapter(self._spec, self._base, given))
-        return build(self._spec, given)
+            return build(self._spec, self._base, merged_with_adapter(self._spec, self._base, given), over=over)
+        return build(self._spec, given, over=over)
 
     def digest(self, weights: Weights) -> str:
         return digest(weights)

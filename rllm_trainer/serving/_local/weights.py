@@ -1,140 +1,40 @@
-"""Safetensors files in, one complete set of packed weights out, or an error that leaves everything as it was.
+"""A checkpoint's tensors in, one complete set of packed weights out, or an error that leaves what is served as it was.
 
-``qkv`` and ``gate_up`` are fused. Rows of queries and keys are stored with the two halves of each rotary pair side by side, so that the
-rotation is one complex product; scores do not change, and ``named_tensors`` gives every tensor back under its Hugging Face name, bit for
-bit. A tied head is packed from the embedding of the same file, never kept from an earlier one.
+A set is written over one that is no longer served, where there is one: two take turns, and neither is made anew. ``qkv`` and ``gate_up``
+are fused. Rows of queries and keys are stored with the two halves of each rotary pair side by side, so that the rotation is one complex
+product; scores do not change, and ``named_tensors`` gives every tensor back under its Hugging Face name, bit for bit. A tied head is
+packed from the embedding of the same file, never kept from an earlier one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import mmap
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
 from rllm_trainer._digest import DigestBuilder
+from rllm_trainer.serving._local.checkpoint import DTYPES, Checkpoint, WeightsError, staging
 from rllm_trainer.serving._local.kernels import Linear, all_finite
 from rllm_trainer.serving._local.spec import ModelSpec
 
-__all__ = ["DTYPES", "Checkpoint", "Layer", "Weights", "WeightsError", "build", "check", "digest", "merged_with_adapter"]
+__all__ = ["Layer", "Weights", "build", "check", "digest", "merged_with_adapter"]
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-"""Safetensors codes of the dtypes that weights may come in."""
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _BUFFERS = ("rotary_emb.inv_freq",)
 _WORKERS = 4
 """Threads that copy and pack; it is memory traffic, which a few threads exhaust."""
-_buffers = threading.local()
-_SHARED_MEMORY = Path("/dev/shm")
-_MOST_MAPPED = 2
+_TALL = 2048
+"""Rows of a vocabulary's matrix that one thread takes at a time."""
 
-
-class WeightsError(ValueError):
-    """A file does not hold this model's weights; nothing was changed."""
-
-
-class Checkpoint:
-    """The tensors of one safetensors file, or of a folder's shards; nothing is read before it is asked for."""
-
-    def __init__(self, path: Path) -> None:
-        from safetensors import safe_open
-
-        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-        if not files:
-            raise WeightsError(f"got {path}, which holds no safetensors file; expected model.safetensors or its shards")
-        self.path = path
-        self.metadata: dict[str, str] = {}
-        self._files: dict[str, Any] = {}
-        self._places: dict[str, tuple[Path, int]] = {}
-        self.dtypes: dict[str, str] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for file in files:
-            try:
-                opened: Any = safe_open(file, framework="pt", device="cpu")
-            except Exception as error:
-                raise WeightsError(f"got {file}, which is no readable safetensors file: {error}") from error
-            self.metadata.update(opened.metadata() or {})
-            starts = _starts(file)
-            for name in opened.keys():  # noqa: SIM118 - not a mapping
-                part = opened.get_slice(name)
-                self._files[name] = opened
-                self._places[name] = file, starts[name]
-                self.dtypes[name] = part.get_dtype()
-                self.shapes[name] = tuple(part.get_shape())
-
-    def get(self, name: str) -> Tensor:
-        """The tensor in the file's dtype; mapped, so valid while the file is not rewritten."""
-        return self._files[name].get_tensor(name)
-
-    def floats(self, name: str) -> Tensor:
-        """The tensor in float32, valid until this thread's next one and while the file is not rewritten."""
-        if self.dtypes[name] != "F32":
-            return self.get(name).to(torch.float32)
-        file, at = self._places[name]
-        mapped = _maps.of(file)
-        if mapped is None:
-            return self._read(name, file, at)
-        return cast("Any", torch).from_numpy(np.frombuffer(mapped, np.float32, math.prod(self.shapes[name]), at).reshape(self.shapes[name]))
-
-    def _read(self, name: str, file: Path, at: int) -> Tensor:
-        """Read, not mapped: a page of a new mapping costs more than a copy of it."""
-        out = _staging("read", self.shapes[name])
-        left = memoryview(cast("Any", out).numpy().reshape(-1)).cast("B")
-        handle = os.open(file, os.O_RDONLY)
-        try:
-            while left:
-                count = os.preadv(handle, [left], at)
-                if not count:
-                    raise WeightsError(f"got {file}, which ends inside {name}; the weights before it stay served")
-                left, at = left[count:], at + count
-        finally:
-            os.close(handle)
-        return out
-
-
-class _Maps:
-    """Files in shared memory that stay mapped: those that an engine writes take turns, and their pages are there already."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._held: OrderedDict[tuple[int, int], mmap.mmap] = OrderedDict()
-        """By device and inode, which nothing else can have while it is mapped."""
-
-    def of(self, file: Path) -> mmap.mmap | None:
-        if not file.resolve().is_relative_to(_SHARED_MEMORY) or not os.access(file, os.W_OK):
-            return None  # torch takes no memory that it could not write to; it is never written to
-        with self._lock, file.open("r+b") as opened:
-            status = os.fstat(opened.fileno())
-            key = status.st_dev, status.st_ino
-            held = self._held.get(key)
-            if held is None or len(held) != status.st_size:
-                held = self._held[key] = mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-            self._held.move_to_end(key)
-            while len(self._held) > _MOST_MAPPED:
-                self._held.popitem(last=False)
-            return held
-
-
-_maps = _Maps()
-
-
-def _starts(file: Path) -> dict[str, int]:
-    """Where in a safetensors file the bytes of each tensor begin."""
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header: dict[str, Any] = msgspec.json.decode(opened.read(size))
-    return {name: 8 + size + told["data_offsets"][0] for name, told in header.items() if name != "__metadata__"}
+Get = Callable[[str], Tensor]
+"""Name -> tensor in float32, good until this thread's next one."""
 
 
 class Layer(msgspec.Struct, kw_only=True, eq=False):
@@ -183,96 +83,129 @@ def check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
         raise WeightsError(f"got {_HEAD} that differs from {_EMBED} in {checkpoint.path}, but this model ties them; send only {_EMBED}")
 
 
-def build(spec: ModelSpec, checkpoint: Checkpoint, get: Callable[[str], Tensor] | None = None) -> Weights:
-    """A new set of weights beside whatever is served. Raises ``WeightsError`` at a value that is not finite.
+def build(spec: ModelSpec, checkpoint: Checkpoint, get: Get | None = None, *, over: Weights | None = None) -> Weights:
+    """A set of weights beside the one that is served. Raises ``WeightsError`` at a value that is not finite.
 
-    ``get`` overrides where tensors come from (a merged adapter); it returns float32.
+    ``get`` overrides where tensors come from (a merged adapter). ``over``: a set that nothing computes with any more; it is written over,
+    and holds nothing of use where this fails.
     """
     check(spec, checkpoint)
-    shapes = spec.tensors()
+    raw = get or checkpoint.floats
 
     def source(name: str) -> Tensor:
-        found = checkpoint.floats(name) if get is None else get(name)
-        if not all_finite(found):
-            raise WeightsError(f"got {name} with a value that is not finite in {checkpoint.path}; the weights before it stay served")
-        return found
-
-    def tensor(name: str) -> Tensor:
-        return torch.empty(shapes[name]).copy_(source(name))
+        return _finite(name, raw(name), checkpoint)
 
     @torch.inference_mode()
     def layer(index: int) -> Layer:
-        return _layer(spec, f"model.layers.{index}.", source)
-
-    @torch.inference_mode()
-    def ends() -> tuple[Tensor, Tensor, Linear]:
-        embed = tensor(_EMBED)
-        return embed, tensor("model.norm.weight"), Linear(embed if spec.tied else tensor(_HEAD))
+        return _layer(spec, f"model.layers.{index}.", source, over and over.layers[index])
 
     with ThreadPoolExecutor(min(os.cpu_count() or 1, _WORKERS), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        outer = pool.submit(ends)
-        layers = list(pool.map(layer, range(spec.layers)))
-        embed, norm, head = outer.result()
-    return Weights(
-        spec=spec,
-        embed=embed,
-        layers=layers,
-        norm=norm,
-        head=head,
-        dtypes={n: code for n, code in checkpoint.dtypes.items() if n == _HEAD or n in spec.tensors()},
-    )
+        layers = [pool.submit(layer, index) for index in range(spec.layers)]
+        embed, head = _vocabulary(spec, checkpoint, raw, over, pool)
+        return Weights(
+            spec=spec,
+            embed=embed,
+            layers=[done.result() for done in layers],
+            norm=source("model.norm.weight").clone(),
+            head=head,
+            dtypes={n: code for n, code in checkpoint.dtypes.items() if n == _HEAD or n in spec.tensors()},
+        )
 
 
-def _layer(spec: ModelSpec, p: str, source: Callable[[str], Tensor]) -> Layer:
+def _finite(name: str, values: Tensor, checkpoint: Checkpoint) -> Tensor:
+    if not all_finite(values):
+        raise WeightsError(f"got {name} with a value that is not finite in {checkpoint.path}; the weights before it stay served")
+    return values
+
+
+@torch.inference_mode()
+def _vocabulary(spec: ModelSpec, checkpoint: Checkpoint, raw: Get, over: Weights | None, pool: ThreadPoolExecutor) -> tuple[Tensor, Linear]:
+    """Embedding and head, some rows a thread at a time: each is as large as several layers."""
+    shape = spec.tensors()[_EMBED]
+    embed = torch.empty(shape) if over is None else over.embed
+    head = None if over is None or not over.head.takes([shape[0]]) else over.head
+    if over is not None and head is None:
+        over.head.give_up()
+
+    def put(name: str, *, into_embed: bool, into_head: Linear | None) -> None:
+        plain = raw(name)
+
+        @torch.inference_mode()
+        def some(start: int) -> None:
+            rows = _finite(name, plain[start : start + _TALL], checkpoint)
+            if into_embed:
+                embed[start : start + _TALL].copy_(rows)
+            if into_head is not None:
+                into_head.put(start, rows)
+
+        pieces: list[Future[None]] = [pool.submit(some, start) for start in range(0, shape[0], _TALL)]
+        for piece in pieces:
+            piece.result()
+
+    put(_EMBED, into_embed=True, into_head=head if spec.tied else None)
+    if head is None:
+        return embed, Linear(embed if spec.tied else _finite(_HEAD, raw(_HEAD), checkpoint))
+    if not spec.tied:
+        put(_HEAD, into_embed=False, into_head=head)
+    return embed, head
+
+
+def _layer(spec: ModelSpec, p: str, source: Get, over: Layer | None) -> Layer:
+    """One layer; its matrices lie where those of ``over`` lay, if they can."""
     shapes = spec.tensors()
 
+    def placed(name: str, out: Tensor, heads: int | None) -> None:
+        """A tensor as it is; or, of so many heads, its rows from (first halves, second halves) of each to pairs."""
+        plain = source(p + name)
+        if heads is None:
+            out.copy_(plain)
+        else:
+            rest = plain.shape[1:]
+            out.view(heads, -1, 2, *rest).copy_(plain.view(heads, 2, -1, *rest).transpose(1, 2))
+
     def stacked(names: list[str], heads: Sequence[int], *, staged: bool) -> Tensor:
-        """The named tensors one below the other; rows of the first ``len(heads)`` go from (first halves, second halves) to pairs.
+        """The named tensors one below the other, the first ``len(heads)`` of them in pairs.
 
         ``staged``: the result is only good until the next one of this thread.
         """
         parts = [shapes[p + name] for name in names]
         shape = (sum(part[0] for part in parts), *parts[0][1:])
-        out = _staging("stacked", shape) if staged else torch.empty(shape)
-        at = 0
+        out, at = staging("stacked", shape) if staged else torch.empty(shape), 0
         for index, (name, part) in enumerate(zip(names, parts, strict=True)):
-            rows, plain = out[at : at + part[0]], source(p + name)
-            if index < len(heads):
-                rows.view(heads[index], -1, 2, *shape[1:]).copy_(plain.view(heads[index], 2, -1, *shape[1:]).transpose(1, 2))
-            else:
-                rows.copy_(plain)
+            placed(name, out[at : at + part[0]], heads[index] if index < len(heads) else None)
             at += part[0]
         return out
 
-    def linear(names: list[str], bias: bool, heads: Sequence[int] = ()) -> Linear:
+    def linear(names: list[str], bias: bool, old: Linear | None, heads: Sequence[int] = ()) -> Linear:
         """``heads``: of those of the named matrices whose rows become rotary pairs."""
-        alone = len(names) == 1 and not heads
-        matrix = source(f"{p}{names[0]}.weight") if alone else stacked([f"{n}.weight" for n in names], heads, staged=True)
-        return Linear(matrix, stacked([f"{n}.bias" for n in names], heads, staged=False) if bias else None)
+        matrices = [f"{name}.weight" for name in names]
+        bias_O = stacked([f"{name}.bias" for name in names], heads, staged=False) if bias else None
+        rows = [shapes[p + name][0] for name in matrices]
+        if old is None or not old.takes(rows):
+            if old is not None:
+                old.give_up()
+            alone = len(names) == 1 and not heads
+            return Linear(source(p + matrices[0]) if alone else stacked(matrices, heads, staged=True), bias_O)
+        at = 0
+        for index, (name, count) in enumerate(zip(matrices, rows, strict=True)):
+            old.put(at, stacked([name], heads[index : index + 1], staged=True) if index < len(heads) else source(p + name))
+            at += count
+        old.bias = bias_O
+        return old
 
     def norm(name: str, *heads: int) -> Tensor:
         return stacked([f"{name}.weight"], heads, staged=False)
 
     return Layer(
         norm1=norm("input_layernorm"),
-        qkv=linear([f"self_attn.{n}_proj" for n in "qkv"], spec.qkv_bias, [spec.heads, spec.kv_heads]),
+        qkv=linear([f"self_attn.{n}_proj" for n in "qkv"], spec.qkv_bias, over and over.qkv, [spec.heads, spec.kv_heads]),
         q_norm=norm("self_attn.q_norm", 1) if spec.qk_norm else None,
         k_norm=norm("self_attn.k_norm", 1) if spec.qk_norm else None,
-        o=linear(["self_attn.o_proj"], spec.o_bias),
+        o=linear(["self_attn.o_proj"], spec.o_bias, over and over.o),
         norm2=norm("post_attention_layernorm"),
-        gate_up=linear(["mlp.gate_proj", "mlp.up_proj"], spec.mlp_bias),
-        down=linear(["mlp.down_proj"], spec.mlp_bias),
+        gate_up=linear(["mlp.gate_proj", "mlp.up_proj"], spec.mlp_bias, over and over.gate_up),
+        down=linear(["mlp.down_proj"], spec.mlp_bias, over and over.down),
     )
-
-
-def _staging(use: str, shape: Sequence[int]) -> Tensor:
-    """This thread's buffer for one use, for what is packed at once: memory fresh from the system costs more than the copy into it."""
-    size = math.prod(shape)
-    buffer: Tensor | None = getattr(_buffers, use, None)
-    if buffer is None or buffer.numel() < size:
-        buffer = torch.empty(size)
-        setattr(_buffers, use, buffer)
-    return buffer[:size].view(*shape)
 
 
 def _unpaired(rows: Tensor, heads: int) -> Tensor:
