@@ -1,6 +1,6 @@
 """Spans to any OTLP receiver, such as Jaeger: over HTTP or gRPC, as the standard ``OTEL_*`` variables say.
 
-No request is larger than a receiver takes by default: a batch is halved until it fits, a span that does not fit alone leaves its largest
+No request is larger than a receiver takes by default: a batch is sent in parts that fit, a span that does not fit alone leaves its largest
 attributes behind and names them, those that only repeat others for display first. What a receiver may take later is tried again until
 the timeout of the batch, with waits whose jitter comes from the system's generator, never from the app's. What is given up is counted; the
 first time for each reason it is also logged, without a key. This runs on an exporting thread (``_batch``), never on the app's.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rllm_trace import attributes as names
 from rllm_trace._guard import counters
 from rllm_trace.exceptions import ConfigurationError
-from rllm_trace.exporters._otlp_encode import request_bytes
+from rllm_trace.exporters._otlp_encode import request_bytes, span_bytes
 from rllm_trace.exporters._otlp_http import HTTPTransport
 from rllm_trace.exporters._otlp_outcome import Transport
 from rllm_trace.exporters._otlp_settings import OTLPSettings, otlp_settings
@@ -81,7 +81,13 @@ class OTLPExporter:
 
     def deliver(self, spans: Sequence[ReadableSpan]) -> int:
         """Sends the spans; gives how many arrived. Takes at most ``timeout`` seconds a request."""
-        body = self._encoded(spans)
+        encoded = span_bytes(spans)
+        if encoded is None:
+            return self._deliver(spans, None)
+        return sum(self._deliver(spans[start:end], encoded[start:end]) for start, end in _parts(encoded, _BATCH_BYTES - _MARGIN))
+
+    def _deliver(self, spans: Sequence[ReadableSpan], encoded: Sequence[bytes] | None) -> int:
+        body = self._encoded(spans, encoded)
         if body is None:
             return 0 if len(spans) == 1 else self._halves(spans)
         limit = _SPAN_BYTES[self.settings.protocol] if len(spans) == 1 else _BATCH_BYTES
@@ -104,9 +110,10 @@ class OTLPExporter:
         """Nothing is ever waiting in here."""
         return True
 
-    def _encoded(self, spans: Sequence[ReadableSpan]) -> bytes | None:
+    def _encoded(self, spans: Sequence[ReadableSpan], encoded: Sequence[bytes] | None) -> bytes | None:
         try:
-            return self._encode(spans)
+            quickly = None if encoded is None else request_bytes(spans, encoded)
+            return self._encode(spans) if quickly is None else quickly
         except Exception as error:  # noqa: BLE001 - one attribute that protobuf cannot hold must not lose its batch
             if len(spans) == 1:
                 self._tell("encoding", f"a span cannot be encoded ({type(error).__name__}: {error})")
@@ -154,11 +161,19 @@ def _encoder() -> Callable[[Sequence[ReadableSpan]], bytes]:
     except ImportError as error:
         raise ConfigurationError(f"OTLP {_INSTALL.format(error)}") from error
 
-    def encode(spans: Sequence[ReadableSpan]) -> bytes:
-        quickly = request_bytes(spans)
-        return encode_spans(spans).SerializeToString() if quickly is None else quickly
+    return lambda spans: encode_spans(spans).SerializeToString()
 
-    return encode
+
+def _parts(encoded: Sequence[bytes], limit: int) -> list[tuple[int, int]]:
+    """(start, end) of runs of spans, each of as many as fit together."""
+    found: list[tuple[int, int]] = []
+    start = size = 0
+    for position, data in enumerate(encoded):
+        if size + len(data) > limit and position > start:
+            found.append((start, position))
+            start, size = position, 0
+        size += len(data)
+    return [*found, (start, len(encoded))] if encoded else found
 
 
 def _transport(settings: OTLPSettings) -> Transport:

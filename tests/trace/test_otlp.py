@@ -418,6 +418,13 @@ def test_a_receiver_with_a_lower_limit_gets_the_parts(script: Any, spans: dict[s
     assert len(server.seen) == 3
 
 
+def test_a_large_batch_goes_in_as_few_requests_as_fit_it(script: Any) -> None:
+    """Ten spans of a million bytes: three of them fit into the 4 MB of a request, so there are four requests."""
+    server = script()
+    assert OTLPExporter(server.url).deliver([wide("x" * 1_000_000, number) for number in range(10)]) == 10
+    assert len(server.seen) == 4
+
+
 def test_shutdown_ends_a_wait(script: Any, spans: dict[str, Span]) -> None:
     """A sender that waits before trying again gives up as soon as it is told."""
     server = script(*[503] * 50)

@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
-from rllm_trace.exporters._otlp_encode import request_bytes
+from rllm_trace.exporters._otlp_encode import request_bytes, span_bytes
 
 
 def context(span_id: int, **fields: Any) -> SpanContext:
@@ -32,6 +32,11 @@ def span(**fields: Any) -> ReadableSpan:
     return ReadableSpan(**{**usual, **fields})
 
 
+def written(spans: list[ReadableSpan]) -> bytes | None:
+    encoded = span_bytes(spans)
+    return None if encoded is None else request_bytes(spans, encoded)
+
+
 ALIKE = [
     [span()],
     [
@@ -50,6 +55,11 @@ ALIKE = [
     ],
     [span(attributes={"float": -0.5, "zero": 0, "nan_free": 1e308, "names": ["a", "b"], "numbers": [1, 2], "none": []})],
     [span(parent=context(9)), span(parent=context(9, is_remote=True)), span(links=[Link(context(11)), Link(context(12, is_remote=True))])],
+    [
+        span(attributes=said)
+        for said in ({"a": "b"}, {"a": True}, {"a": 1}, {"a": "b", "b": "b"}, {"a": "True"}, {"a": False})
+        for _ in range(2)
+    ],
     [span(status=Status(StatusCode.ERROR, "it broke")), span(kind=SpanKind.INTERNAL, name="")],
     [
         span(resource=Resource({"service.name": "other"}, "https://schema")),
@@ -62,9 +72,9 @@ ALIKE = [
 @pytest.mark.parametrize("spans", ALIKE)
 def test_a_request_says_what_opentelemetrys_encoder_says(spans: list[ReadableSpan]) -> None:
     """Every attribute type, parents, links, states, resources and scopes come out the same."""
-    written = request_bytes(spans)
-    assert written is not None
-    assert ExportTraceServiceRequest.FromString(written) == encode_spans(spans)
+    request = written(spans)
+    assert request is not None
+    assert ExportTraceServiceRequest.FromString(request) == encode_spans(spans)
 
 
 @pytest.mark.parametrize(
@@ -79,4 +89,4 @@ def test_a_request_says_what_opentelemetrys_encoder_says(spans: list[ReadableSpa
 )
 def test_what_it_does_not_write_is_left_to_opentelemetrys_encoder(unusual: ReadableSpan) -> None:
     """A batch with a span that says something else is refused whole, never written in part."""
-    assert request_bytes([span(), unusual]) is None
+    assert written([span(), unusual]) is None
