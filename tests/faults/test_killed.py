@@ -18,9 +18,9 @@ pytestmark = pytest.mark.faults
 SCRIPT = Path(__file__).with_name("run.py")
 
 
-def start(folder, *options, prefix=(), **env):
-    command = [*prefix, sys.executable, str(SCRIPT), str(folder / "run"), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | env, check=False)
+def start(folder, *options, **env):
+    command = [sys.executable, str(SCRIPT), str(folder / "run"), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=env or os.environ, check=False)
 
 
 def result_of(process):
@@ -73,6 +73,16 @@ def test_a_killed_server_ends_the_run_with_its_last_words(tmp_path, whole):
     goes_on_to_the_same(tmp_path, whole)
 
 
+def test_a_server_that_dies_mid_stream_ends_the_run_with_its_last_words(tmp_path, whole):
+    """Killed between two tokens of a streamed reply: that reply is of no use, and a resumed run is the same run."""
+    broken = start(tmp_path, "--do", "stream", "--at", "9")
+    assert broken.returncode == 1
+    assert "ServerError: the local server" in broken.stderr
+    assert "server.log" in broken.stderr
+    assert_nothing_is_left(tmp_path)
+    goes_on_to_the_same(tmp_path, whole)
+
+
 def test_a_killed_engine_ends_the_run_with_its_last_words(tmp_path, whole):
     """The same for the process that updates the weights."""
     broken = start(tmp_path, "--do", "engine", "--at", "9")
@@ -86,6 +96,13 @@ def test_a_killed_engine_ends_the_run_with_its_last_words(tmp_path, whole):
 def test_a_killed_trainer_leaves_nothing_and_goes_on(tmp_path, whole):
     """kill -9 in the middle of the second step's rollouts."""
     assert start(tmp_path, "--do", "self", "--at", "9").returncode == -signal.SIGKILL
+    assert_nothing_is_left(tmp_path)
+    goes_on_to_the_same(tmp_path, whole)
+
+
+def test_a_trainer_that_is_killed_between_an_update_and_its_checkpoint_takes_the_step_again(tmp_path, whole):
+    """The second update is in nothing that is on disk: the same rollouts make it again, from the same moments."""
+    assert start(tmp_path, "--update", "2").returncode == -signal.SIGKILL
     assert_nothing_is_left(tmp_path)
     goes_on_to_the_same(tmp_path, whole)
 
@@ -116,18 +133,27 @@ def test_a_hung_app_costs_its_rollout_and_no_more(tmp_path):
     assert "threading.Event().wait(600)" in warning
 
 
-def test_a_full_disk_ends_the_run_and_says_so(tmp_path):
-    """The run folder is a file system that has no room for the second checkpoint; the error names it."""
+def test_a_full_disk_ends_the_run_and_once_there_is_room_it_is_the_same_run(tmp_path, whole):
+    """The run folder is a file system that has no room for the second checkpoint; the error names it, and with more room it goes on."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    run = f"{sys.executable} {SCRIPT} {folder}/run; code=$?; cp -r {folder}/. {tmp_path}/kept; exit $code"
-    mounted = f"mount -t tmpfs -o size=2m tmpfs {folder} && {run}"
-    full = subprocess.run(
-        ["unshare", "--mount", "--map-root-user", "sh", "-c", mounted], capture_output=True, text=True, timeout=240, check=False
+    run, kept = f"{sys.executable} {SCRIPT} {folder}/run", f"cp -r {folder}/. {tmp_path}/kept"
+    steps = [
+        f"mount -t tmpfs -o size=2m tmpfs {folder}",
+        f"{{ {run} 2>{tmp_path}/full; test $? = 1; }}",
+        f"mount -o remount,size=64m {folder}",
+        f"{run} --resume",
+        kept,
+    ]
+    both = subprocess.run(
+        ["unshare", "--mount", "--map-root-user", "sh", "-c", " && ".join(steps)], capture_output=True, text=True, timeout=480, check=False
     )
-    assert full.returncode == 1, full.stderr[-2000:]
-    assert "No space left on device" in full.stderr
+    full = (tmp_path / "full").read_text()
+    assert both.returncode == 0, full[-2000:] + both.stderr[-2000:]
+    assert "No space left on device" in full
     assert_nothing_is_left(tmp_path / "kept")
+    found = json.loads(both.stdout.splitlines()[-1])
+    assert_same_run(found | {"model": str(tmp_path / "kept" / "run" / "model")}, whole)
 
 
 def test_two_trainers_on_one_folder(tmp_path):
@@ -149,14 +175,18 @@ def test_two_trainers_on_one_folder(tmp_path):
 
 
 def test_a_proxy_in_the_environment_is_passed_by(tmp_path, whole):
-    """With http_proxy naming a port where nobody listens, the run is the same run."""
-    ended = result_of(start(tmp_path, http_proxy="http://127.0.0.1:9", HTTP_PROXY="http://127.0.0.1:9", ALL_PROXY="http://127.0.0.1:9"))
-    assert_same_run(ended, whole)
+    """With every proxy variable naming a port where nobody listens, and none that exempts a host, the run is the same run."""
+    proxies = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9")
+    exempt = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
+    assert_same_run(result_of(start(tmp_path, **exempt, **proxies)), whole)
 
 
-def test_a_run_that_is_ahead_goes_on_after_a_kill(tmp_path):
-    """Killed with groups begun for later steps, a run with staleness 1 takes all its steps, each group trained once."""
+def test_a_run_that_is_ahead_goes_on_after_a_kill(tmp_path, whole):
+    """Killed with groups begun for later steps, a run with staleness 1 takes all its steps: each group is trained once, none is lost."""
     assert start(tmp_path, "--staleness", "1", "--do", "self", "--at", "14").returncode == -signal.SIGKILL
     assert_nothing_is_left(tmp_path)
     ended = result_of(start(tmp_path, "--staleness", "1", "--resume"))
     assert [step for step, *_ in ended["steps"]] == [1, 2, 3]
+    trained = [(task, len(tokens)) for groups in ended["groups"].values() for task, tokens in groups.items()]
+    assert [len(groups) for groups in ended["groups"].values()] == [2, 2, 2]
+    assert sorted(trained) == sorted((task, 3) for groups in whole["groups"].values() for task in groups)
