@@ -418,18 +418,33 @@ def _builtin(value: Any) -> Any:
 def _validation_words(message: str, given: Mapping[str, Any]) -> str:
     what, _, path = message.partition(" - at ")
     name = path.rpartition(" in ")[2].strip("`").removeprefix("$.")
-    top = name.split(".")[0].split("[")[0]
     expected = what[0].lower() + what[1:].replace("`", "")
-    choices = _choices(top)
+    choices = _choices(name)
     hint = f"; choose one of {', '.join(repr(choice) for choice in choices)}" if choices else ""
-    if top in given and "got" not in expected:
-        expected += f", got {_shown(given[top])}"
-    return f"{name}={_shown(given[top]) if top in given else '?'}: {expected}{hint}"
+    value = _shown(_at(given, name)) if name.split(".")[0].split("[")[0] in given else "?"
+    if value != "?" and "got" not in expected:
+        expected += f", got {value}"
+    return f"{name}={value}: {expected}{hint}"
 
 
-def _choices(name: str) -> tuple[Any, ...]:
-    hint = typing.get_type_hints(Settings).get(name)
-    return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+def _at(given: Mapping[str, Any], path: str) -> Any:
+    """What was given there, ``cluster.nodes`` or ``betas[1]``; of the last part that can be followed."""
+    found: Any = given
+    for part in path.split("."):
+        name = part.split("[")[0]
+        if not isinstance(found, Mapping) or name not in found:
+            return cast("object", found)
+        found = cast("Mapping[str, Any]", found)[name]
+    return found
+
+
+def _choices(path: str) -> tuple[Any, ...]:
+    hint: Any = Settings
+    for part in path.split("."):
+        of = next((one for one in (hint, *typing.get_args(hint)) if isinstance(one, type) and issubclass(one, msgspec.Struct)), None)
+        hint = typing.get_type_hints(of).get(part) if of is not None else None
+    literals = (one for one in (hint, *typing.get_args(hint)) if typing.get_origin(one) is Literal)
+    return next((typing.get_args(one) for one in literals), ())
 
 
 def _check_together(settings: Settings, given: Mapping[str, Any]) -> None:

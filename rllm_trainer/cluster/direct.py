@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,12 +18,13 @@ import msgspec
 
 from rllm_trainer import _child
 from rllm_trainer._child import Child, ChildDied, ChildError
+from rllm_trainer.cluster.last_words import last_words, words_of
 from rllm_trainer.cluster.loading import ray_api
 from rllm_trainer.cluster.rank import RankActor
 from rllm_trainer.cluster.ray_session import device_of, here, on_ray, require_room
 from rllm_trainer.config import Settings
 from rllm_trainer.engine.memory import free_memory, model_shape, with_micro_batch
-from rllm_trainer.engine.verl import VerlEngine
+from rllm_trainer.engine.verl import DEATH_SEEN, VerlEngine
 from rllm_trainer.engine.verl_settings import Objective, child_settings, require_supported
 from rllm_trainer.exceptions import EngineError
 
@@ -36,7 +38,7 @@ class RayRank:
 
     def __init__(self, handle: Any, name: str) -> None:
         self._handle = handle
-        self._name = name
+        self.name = name
         self.ready: dict[str, Any] = {}
 
     def begin(self, config: Mapping[str, Any]) -> Any:
@@ -48,17 +50,14 @@ class RayRank:
         self.ready = msgspec.msgpack.decode(answer)
 
     def call(self, method: str, payload: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        """One call. Raises as ``Child.call``."""
+        """One call. Raises as ``Child.call``; of a rank that died it says which process on which node, by what, and how its log ends."""
         api = ray_api()
         try:
             answer = api.ray.get(self._handle.call.remote(method, _child._encoder.encode(payload)), timeout=timeout)
         except api.GetTimeoutError as error:
-            raise TimeoutError(f"{self._name} did not answer {method!r} within {timeout:g} s") from error
-        except api.RayActorError as error:
-            raise ChildDied(f"{self._name} ended in {method!r}: {str(error).strip().splitlines()[0]}") from error
-        except api.RayTaskError as error:
-            cause = error.cause
-            raise ChildError(str(cause), type(cause).__name__) from error
+            raise TimeoutError(f"{self.name} did not answer {method!r} within {timeout:g} s") from error
+        except api.RayError as error:
+            raise _verdict(self.name, error) from error
         return msgspec.msgpack.decode(answer)
 
     def close(self) -> None:
@@ -97,14 +96,8 @@ class RayEngine(VerlEngine):
                 "meeting_file": str(meeting / "store"),
                 "several_nodes": len([node for node in ray.nodes() if node["Alive"]]) > 1,
             }
-            asked = [rank.begin({**common, "rank": number}) for number, rank in enumerate(ranks)]
-            try:
-                answers = ray.get(asked, timeout=start_timeout)
-            except ray_api().RayError as error:
-                cause = getattr(error, "cause", None) or error
-                raise EngineError(f"a rank on Ray did not come up: {type(cause).__name__}: {cause}") from error
-            for rank, answer in zip(ranks, answers, strict=True):
-                rank.started(answer)
+            asked = {rank.begin({**common, "rank": number}): rank for number, rank in enumerate(ranks)}
+            _come_up(ray, asked, start_timeout)
             engine = cls(cast("list[Child]", ranks), settings, model_path, run_dir, _CALL)
             engine._open = open_.pop_all()
         return engine
@@ -113,6 +106,38 @@ class RayEngine(VerlEngine):
         """End the ranks, and Ray where it was started for them; safe to call twice."""
         super().close()
         self._open.close()
+
+
+def _come_up(ray: Any, asked: dict[Any, RayRank], timeout: float) -> None:
+    """Wait for every rank. Raises ``EngineError`` for one that died, else for one that failed: its peers fail with it; or for the time."""
+    ends = time.monotonic() + timeout
+    failed: ChildDied | ChildError | None = None
+    while asked and not isinstance(failed, ChildDied):
+        ready, _ = ray.wait(list(asked), timeout=max(0.0, ends - time.monotonic()))
+        if not ready:
+            break
+        rank = asked.pop(ready[0])
+        try:
+            rank.started(ray.get(ready[0]))
+        except ray_api().RayError as error:
+            failed = failed or _verdict(rank.name, error)
+            if not isinstance(failed, ChildDied):
+                ends = min(ends, time.monotonic() + DEATH_SEEN)
+    if failed is not None:
+        raise EngineError(f"the engine did not come up: {failed}") from failed
+    if asked:
+        raise EngineError(
+            f"{', '.join(rank.name for rank in asked.values())} did not come up within {timeout:g} s: Ray has started no process for it, "
+            "or it still loads the model or waits for the others; `ray status` says what Ray waits for, Ray's logs what the ranks do"
+        )
+
+
+def _verdict(name: str, error: Any) -> ChildDied | ChildError:
+    """What became of a rank, by Ray's error."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, BaseException):
+        return ChildError(f"{name}: {cause}", type(cause).__name__)
+    return ChildDied(f"{name} has ended: {words_of(error)}.{last_words(error)}")
 
 
 def _ranks(ray: Any, settings: Settings, device: str, open_: ExitStack) -> list[RayRank]:

@@ -1,4 +1,7 @@
-"""An error of Ray's in, what the process that died wrote last out: the end of its log, read on the node that it was on."""
+"""An error of Ray's in, one line of it out, and what the process that died wrote last: the end of its log, read on the node it was on.
+
+Ray tells a death in a page: here it is which process on which node, and by what, as far as Ray knows.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,20 @@ _READ = 64 * 1024
 _ANSWER = 30.0
 _PID, _ADDRESS = re.compile(r"^\s*pid: (\d+)", re.MULTILINE), re.compile(r"^\s*ip: (\S+)", re.MULTILINE)
 """How Ray tells which process it was."""
+_SIGNAL, _REASON = re.compile(r"receives a (SIG[A-Z]+)"), re.compile(r"The actor is dead because (.*)")
+_WITHOUT_A_WORD = ("End of file", "connection error")
+_TRACEBACK, _OF_A_TRACEBACK = '  File "', re.compile(r"\s|Traceback |The above exception|During handling|The actor died because|ray::")
+_COLOUR = re.compile(r"\x1b\[\d*m")
 
 
 def words_of(error: BaseException, *, most: int = 12) -> str:
-    """Its kind and the end of its message, in one line."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' | '.join(lines[-most:])[-_MOST_CHARACTERS:]}"
+    """Its kind and what it says, in one line: of a process that died which it was and how, of an exception its message alone."""
+    process = _process(error)
+    if process is not None:
+        return f"{type(error).__name__}: process {process[0]} on node {process[1]} {_how(str(error))}"
+    text = _COLOUR.sub("", str(error)).strip()
+    lines = [line for line in text.splitlines() if line.strip() and not (_TRACEBACK in text and _OF_A_TRACEBACK.match(line))]
+    return f"{type(error).__name__}: {' | '.join(line.strip() for line in lines[-most:])[-_MOST_CHARACTERS:]}"
 
 
 def last_words(error: BaseException) -> str:
@@ -57,6 +68,15 @@ def _process(error: BaseException) -> tuple[int, str] | None:
         return None
     pid, address = _PID.search(str(error)), _ADDRESS.search(str(error))
     return (int(pid[1]), address[1]) if pid and address else None
+
+
+def _how(text: str) -> str:
+    signal, reason = _SIGNAL.search(text), _REASON.search(text)
+    if signal is not None:
+        return f"was ended by {signal[1]}"
+    if any(words in text for words in _WITHOUT_A_WORD):
+        return "ended without a word to Ray: it was killed (kill -9, or by the kernel for want of memory), it crashed, or it ended itself"
+    return f"is dead because {reason[1][:300].rstrip('.')}" if reason is not None else "has died"
 
 
 def _tail(pid: int) -> tuple[str, list[str]]:

@@ -1,7 +1,8 @@
 """Is this cluster fit for a run? Asked of every node before the first step: ``python -m rllm_trainer.cluster.preflight --nodes 2 ...``.
 
 A node is asked by a task of its own. What is checked is what would otherwise fail an hour in: versions that differ, a model or run
-folder that a node cannot see, too little shared memory, ports that do not reach each other, fewer devices than the layout needs.
+folder that a node cannot see, too little shared memory, ports that do not reach each other, fewer devices than the layout needs. Every
+check has its time, and a node that says nothing in it is a finding like any other.
 """
 
 from __future__ import annotations
@@ -15,25 +16,34 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from rllm_trainer.cluster.last_words import words_of
 from rllm_trainer.cluster.layout import ClusterLayout
+from rllm_trainer.cluster.layout_rules import require_device, require_sizes
 from rllm_trainer.cluster.loading import ray_api
-from rllm_trainer.cluster.ray_session import on_ray
+from rllm_trainer.cluster.ray_session import device_of, on_ray, require_alone, require_room
 from rllm_trainer.config import make_settings
-from rllm_trainer.exceptions import TrainerError
+from rllm_trainer.exceptions import EngineError, TrainerError
 
 __all__ = ["Finding", "NodeFacts", "check_cluster", "findings", "look"]
 
+_WHOLE = "all"
+"""Host of a finding about the cluster."""
 PACKAGES = ("rllm-trace", "verl", "torch", "transformers", "ray", "tensordict", "TransferQueue", "openai")
 SHARED_MEMORY = 2 * 2**30
 """Bytes of ``/dev/shm`` that weights and Ray's store want at least."""
 DISK = 10 * 2**30
 _REACH = 5.0
-_ASK = 120.0
+_MOST_AT_ONCE = 64
+"""Hosts that a node tries to reach at the same time."""
+_ASK = 60.0
+"""Seconds that a node has to answer."""
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,12 +81,16 @@ def findings(facts: Sequence[NodeFacts], layout: ClusterLayout, *, asked_at: flo
     def say(host: str, sentence: str) -> None:
         found.append(Finding(host=host, sentence=sentence))
 
+    if not facts:
+        return found
     wanted = layout.ranks + (layout.rollout_nodes or 0) * (layout.rollout_gpus_per_node or 0)
     fitting = sum(one.gpus >= layout.gpus_per_node for one in facts)
     if fitting < layout.nodes:
-        say("all", f"{fitting} nodes have {layout.gpus_per_node} GPUs or more, and the layout needs {layout.nodes}; change cluster={{...}}")
+        say(
+            _WHOLE, f"{fitting} nodes have {layout.gpus_per_node} GPUs or more, and the layout needs {layout.nodes}; change cluster={{...}}"
+        )
     if sum(one.gpus for one in facts) < wanted:
-        say("all", f"the cluster has {sum(one.gpus for one in facts)} GPUs, and the layout needs {wanted}")
+        say(_WHOLE, f"the cluster has {sum(one.gpus for one in facts)} GPUs, and the layout needs {wanted}")
     first = facts[0]
     for one in facts:
         for name, version in one.versions.items():
@@ -107,12 +121,9 @@ def findings(facts: Sequence[NodeFacts], layout: ClusterLayout, *, asked_at: flo
 
 def look(node_id: str, model: str, run_dir: str, mark: str, hosts: Sequence[tuple[str, int]], gpus: int) -> NodeFacts:
     """The node's own answer; runs there."""
-    unreachable: list[str] = []
-    for host, port in hosts:
-        try:
-            socket.create_connection((host, port), timeout=_REACH).close()
-        except OSError:
-            unreachable.append(host)
+    with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
+        reached = list(pool.map(_reaches, hosts))
+    unreachable = [host for (host, _), there in zip(hosts, reached, strict=True) if not there]
     folder = Path(run_dir)
     return NodeFacts(
         node_id=node_id,
@@ -130,24 +141,69 @@ def look(node_id: str, model: str, run_dir: str, mark: str, hosts: Sequence[tupl
 
 
 def check_cluster(ray: Any, layout: ClusterLayout, *, model: Path, run_dir: Path) -> tuple[list[NodeFacts], list[Finding]]:
-    """Ask every node of a running cluster."""
+    """Ask every node of a running cluster, and the cluster as a whole what a run would ask of it.
+
+    Raises:
+        SettingError: the layout cannot work out on any cluster.
+        EngineError: the run folder cannot be made, or not be written to.
+    """
+    mode = layout.mode or ("sync" if layout.rollout_nodes is None else "separate_async")
+    require_sizes(layout, mode, {})
+    device = device_of(ray, layout)
+    require_device(layout, device)
     nodes = [node for node in ray.nodes() if node["Alive"]]
     hosts = [(str(node["NodeManagerAddress"]), int(node["NodeManagerPort"])) for node in nodes]
-    run_dir.mkdir(parents=True, exist_ok=True)
     mark = run_dir / f".preflight-{secrets.token_hex(8)}"
-    mark.touch()
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as error:
+        raise EngineError(f"the run folder {run_dir} cannot be written to: {error.strerror}; choose another --run-dir") from error
     asked_at = time.time()
     try:
-        asked: list[Any] = []
+        asked: dict[Any, str] = {}
         for node in nodes:
             placed = ray_api().NodeAffinity(node_id=node["NodeID"], soft=False)
-            task = ray.remote(look).options(num_cpus=0, scheduling_strategy=placed)
+            task = ray.remote(look).options(num_cpus=0, scheduling_strategy=placed, max_retries=0)
             gpus = int(node["Resources"].get("GPU", 0))
-            asked.append(task.remote(node["NodeID"], str(model), str(run_dir), mark.name, hosts, gpus))
-        facts: list[NodeFacts] = ray.get(asked, timeout=_ASK)
+            asked[task.remote(node["NodeID"], str(model), str(run_dir), mark.name, hosts, gpus)] = str(node["NodeManagerAddress"])
+        facts, silent = _answers(ray, asked)
     finally:
         mark.unlink(missing_ok=True)
-    return facts, findings(facts, layout, asked_at=asked_at, answered_at=time.time())
+    found = findings(facts, layout, asked_at=asked_at, answered_at=time.time())
+    whole = [] if any(one.host == _WHOLE for one in found) else _as_a_whole(ray, layout, device)
+    return facts, [*silent, *found, *whole]
+
+
+def _answers(ray: Any, asked: dict[Any, str]) -> tuple[list[NodeFacts], list[Finding]]:
+    """What each node says, and a finding for each that says nothing."""
+    facts: list[NodeFacts] = []
+    silent: list[Finding] = []
+    ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=_ASK)
+    for reference in ready:
+        try:
+            facts.append(ray.get(reference))
+        except ray_api().RayError as error:
+            words = words_of(getattr(error, "cause", None) or error)
+            silent.append(
+                Finding(host=asked[reference], sentence=f"it could not look at itself: {words}; install the same packages on all nodes")
+            )
+    for reference in late:
+        ray.cancel(reference, force=True)
+        sentence = f"it did not answer within {_ASK:g} s: Ray starts no process there, or a file system hangs; see `ray status`"
+        silent.append(Finding(host=asked[reference], sentence=sentence))
+    return facts, silent
+
+
+def _as_a_whole(ray: Any, layout: ClusterLayout, device: str) -> list[Finding]:
+    """What a run would be refused for at its start."""
+    found: list[Finding] = []
+    for check in (partial(require_room, ray, layout, device), partial(require_alone, ray)):
+        try:
+            check()
+        except EngineError as error:
+            found.append(Finding(host=_WHOLE, sentence=str(error)))
+    return found
 
 
 def main() -> int:
@@ -173,8 +229,16 @@ def main() -> int:
         print(f"{one.host}: {one.gpus} GPUs, {one.shared_memory / 2**30:.1f} GiB shared memory free; {versions}")  # noqa: T201
     for finding in wrong:
         print(f"WRONG {finding.host}: {finding.sentence}")  # noqa: T201
-    print("the cluster is fit for the run" if not wrong else f"{len(wrong)} things to mend before the run")  # noqa: T201
+    print("the cluster is fit for the run" if not wrong else f"{len(wrong)} to mend before the run")  # noqa: T201
     return 1 if wrong else 0
+
+
+def _reaches(host: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(host, timeout=_REACH).close()
+    except OSError:
+        return False
+    return True
 
 
 def _version(name: str) -> str:

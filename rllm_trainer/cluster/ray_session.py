@@ -17,11 +17,11 @@ from typing import Any
 
 from rllm_trainer.cluster.layout import ClusterLayout
 from rllm_trainer.cluster.loading import ray_api
+from rllm_trainer.cluster.starting import ADDRESS, HERE, start_ray
 from rllm_trainer.exceptions import EngineError, SettingError
 
 __all__ = ["QUEUE", "device_of", "here", "on_ray", "require_alone", "require_room"]
 
-_ADDRESS = "RAY_ADDRESS"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 QUEUE = ("TransferQueueController", "transfer_queue")
 """Name and namespace of verl's queue, of which a cluster has one."""
@@ -44,7 +44,7 @@ def on_ray(options: dict[str, Any], layout: ClusterLayout) -> Generator[Any]:
 
     Raises:
         SettingError: ``ray`` holds what ``ray.init`` does not know, or is given though Ray is running already.
-        EngineError: Ray could not start.
+        EngineError: Ray could not start, or no cluster answers where it is to attach.
     """
     ray = ray_api().ray
     if ray.is_initialized():
@@ -58,12 +58,7 @@ def on_ray(options: dict[str, Any], layout: ClusterLayout) -> Generator[Any]:
     with _as_before():
         if os.environ.get(_VISIBLE) == "":
             del os.environ[_VISIBLE]  # Ray would refuse logical GPUs where none may be seen
-        try:
-            ray.init(**(_defaults(options, layout) | options))
-        except (TypeError, RuntimeError) as error:
-            raise SettingError(f"ray={options!r}: Ray refuses it: {error}") from error
-        except (ConnectionError, OSError, ValueError) as error:
-            raise EngineError(f"Ray could not start with ray={options!r}: {error}") from error
+        start_ray(ray, _defaults(options, layout) | options, options)
         try:
             yield ray
         finally:
@@ -153,9 +148,9 @@ def here(ray: Any) -> dict[str, Any]:
 
 
 def _defaults(options: dict[str, Any], layout: ClusterLayout) -> dict[str, Any]:
-    found: dict[str, Any] = {"log_to_driver": False, "include_dashboard": False}
-    if "address" in options or os.environ.get(_ADDRESS):
+    if (options.get("address") or os.environ.get(ADDRESS) or HERE) != HERE:
         return {"log_to_driver": False}
+    found: dict[str, Any] = {"address": HERE, "log_to_driver": False, "include_dashboard": False}  # else Ray attaches to any that it finds
     if not _REAL_GPUS.exists():
         ranks = layout.ranks + (layout.rollout_nodes or 0) * (layout.rollout_gpus_per_node or 0)
         found |= {"num_gpus": ranks, "num_cpus": max(16, _CPUS_A_RANK * ranks + (layout.app_workers or 1))}

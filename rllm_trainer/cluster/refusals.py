@@ -10,7 +10,9 @@ from typing import Any
 
 from rllm_trainer.advantages.rules import rules_of
 from rllm_trainer.batching import require_scale_factor
+from rllm_trainer.cluster.dotted import dotted
 from rllm_trainer.cluster.layout import ClusterLayout, Mode
+from rllm_trainer.cluster.layout_rules import require_device, require_sizes
 from rllm_trainer.config import Settings
 from rllm_trainer.engine.policy_losses import policy_loss
 from rllm_trainer.exceptions import SettingError
@@ -90,10 +92,9 @@ def require_cluster(settings: Settings, given: Mapping[str, Any]) -> None:
             f"cluster: got mode={mode!r} with rollout_nodes={own[0]} and rollout_gpus_per_node={own[1]}; separate_async needs both, "
             "and no other mode reads them"
         )
-    if layout.ranks % layout.rollout_tensor_parallel and mode != "separate_async":
-        raise SettingError(
-            f"cluster: {layout.ranks} ranks cannot be cut into replicas of rollout_tensor_parallel={layout.rollout_tensor_parallel}"
-        )
+    require_sizes(layout, mode, dict(dotted(settings.verl)))
+    if layout.device != "auto":
+        require_device(layout, layout.device)
     _require_credit(settings)
     _require_loss(settings)
     if settings.lora is not None and layout.strategy == "megatron":

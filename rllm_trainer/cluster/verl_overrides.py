@@ -8,17 +8,18 @@ setting of ours fixes it, it is refused here, so that no entry has two masters.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import msgspec
 
+from rllm_trainer.cluster.dotted import dotted
 from rllm_trainer.cluster.layout import Mode
 from rllm_trainer.cluster.refusals import mode_of
 from rllm_trainer.config import Settings
 from rllm_trainer.exceptions import SettingError
 
-__all__ = ["DATASET_MODULE", "MANAGER", "WEIGHTS_MODULE", "Facts", "overrides", "passed_entries"]
+__all__ = ["DATASET_MODULE", "MANAGER", "MOST_STEPS", "WEIGHTS_MODULE", "Facts", "overrides", "passed_entries"]
 
 DATASET_MODULE = "pkg://rllm_trainer.cluster._verl_plugins"
 MANAGER = "rllm_trainer.cluster._verl_manager.AgentLoopManager"
@@ -91,6 +92,8 @@ _TUNED = (
 """Beginnings of entries that the run sets and a user may set otherwise."""
 
 
+MOST_STEPS = 10**9
+"""What verl counts to where nobody knows how many steps the rows make."""
 _SCALE_FACTOR = "actor.loss_scale_factor"
 """Read where denominators are made, as in every engine."""
 
@@ -101,7 +104,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """The model's folder."""
     run_dir: str
-    steps: int
+    steps: int | None
+    """In all; None: until the rows run out."""
     device: str
     """``cpu`` or ``cuda``."""
     rollout: str
@@ -135,7 +139,7 @@ def overrides(settings: Settings, facts: Facts) -> list[str]:
 def passed_entries(verl: Mapping[str, Any]) -> dict[str, Any]:
     """``settings.verl`` as dotted names, checked against what our settings fix. A name that begins with ``+`` adds an entry."""
     found: dict[str, Any] = {}
-    for name, value in _flat(verl, ""):
+    for name, value in dotted(verl):
         if name == _SCALE_FACTOR:
             continue
         bare = name.lstrip("+")
@@ -261,7 +265,7 @@ def _trainer(settings: Settings, facts: Facts, mode: Mode) -> dict[str, Any]:
         "trainer.nnodes": settings.cluster.nodes,
         "trainer.n_gpus_per_node": settings.cluster.gpus_per_node,
         "trainer.total_epochs": 1,
-        "trainer.total_training_steps": facts.steps,
+        "trainer.total_training_steps": facts.steps or MOST_STEPS,
         "trainer.val_before_train": False,
         "trainer.test_freq": -1,
         "trainer.save_freq": settings.save_every,
@@ -279,15 +283,6 @@ def _trainer(settings: Settings, facts: Facts, mode: Mode) -> dict[str, Any]:
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": max(1, settings.cluster.nodes),
     }
     return entries
-
-
-def _flat(entries: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in entries.items():
-        whole = f"{prefix}.{name}" if prefix else str(name)
-        if isinstance(value, Mapping) and value:
-            yield from _flat(cast("Mapping[str, Any]", value), whole)
-        else:
-            yield whole, value
 
 
 def _value(value: Any) -> str:

@@ -51,7 +51,12 @@ def test_max_tokens_is_a_sampling_field():
         ({"schedule": "cos"}, "choose one of 'constant', 'linear', 'cosine'"),
         ({"betas": (0.9, 1.0)}, "betas[1]=(0.9, 1.0): expected float < 1.0"),
         ({"lora": {"rank": 8}}, "lora: got the unknown setting 'rank'; the settings are alpha, r, targets"),
-        ({"lora": {"r": 0}}, "lora.r={'r': 0}: expected int >= 1"),
+        ({"lora": {"r": 0}}, "lora.r=0: expected int >= 1, got 0"),
+        ({"cluster": {"nodes": 0}}, "cluster.nodes=0: expected int >= 1, got 0"),
+        (
+            {"cluster": {"strategy": "ddp"}},
+            "cluster.strategy='ddp': invalid enum value 'ddp', got 'ddp'; choose one of 'fsdp', 'fsdp2', 'megatron'",
+        ),
         ({"replaces": "gpt-4o"}, "got a string, expected a list of model names: replaces=['gpt-4o']"),
         ({"replaces": []}, "replaces=[] names no model, so no call would go to the policy"),
         ({"steps": 3, "epochs": 1}, "got steps=3 and epochs=1; expected one of them"),
