@@ -15,11 +15,13 @@ import verl.trainer.ppo.v1 as _v1
 import verl.trainer.ppo.v1.replay_buffer as _replay_buffer
 import verl.utils.fsdp_utils as _fsdp
 import verl.utils.metric as _metric
+import verl.workers.engine.fsdp.transformer_impl as _fsdp_engine
 import verl.workers.engine_workers as _workers
 import verl.workers.rollout.base as _rollout
 import verl.workers.rollout.replica as _replica
 import verl.workers.rollout.utils as _rollout_utils
 import verl.workers.utils.padding as _padding
+from torch.distributed.fsdp import CPUOffloadPolicy as _CPUOffloadPolicy
 from verl.utils import tensordict_utils as _tensordict_utils
 
 torch: Any = _torch
@@ -30,6 +32,7 @@ tensordict_utils: Any = _tensordict_utils
 ActorRolloutRefWorker: Any = _workers.ActorRolloutRefWorker
 AggregationType: Any = _metric.AggregationType
 BaseRollout: Any = _rollout.BaseRollout
+CPUOffloadPolicy: Any = _CPUOffloadPolicy
 CheckpointEngine: Any = _checkpoint_engine.CheckpointEngine
 CheckpointEngineRegistry: Any = _checkpoint_engine.CheckpointEngineRegistry
 Dataset: Any = _torch.utils.data.Dataset
@@ -47,6 +50,7 @@ ROLLOUT_CLASSES: Any = _rollout._ROLLOUT_REGISTRY
 RolloutReplica: Any = _replica.RolloutReplica
 RolloutReplicaRegistry: Any = _replica.RolloutReplicaRegistry
 TensorDict: Any = _tensordict.TensorDict
+fsdp_engine: Any = _fsdp_engine
 ensure_async_iterator: Any = cast("Any", _rollout_utils).ensure_async_iterator
 list_of_dict_to_tensordict: Any = _tensordict_utils.list_of_dict_to_tensordict
 merged_lora_context: Any = cast("Any", _fsdp).merged_lora_context

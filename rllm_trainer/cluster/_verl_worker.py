@@ -1,7 +1,7 @@
 """A rank of verl's trainer, with what our steps need besides: the learning rate and each row's temperature go with the batch.
 
-verl's worker does everything else. On CPUs the process group is made before verl looks for one: verl would ask for the backend
-``cpu:gloo,cpu:gloo``, which torch refuses.
+verl's worker does everything else. On CPUs the process group is made before verl looks for one (verl would ask for the backend
+``cpu:gloo,cpu:gloo``, which torch refuses), and a reference model lies in ordinary memory (verl would pin it for an accelerator).
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 from rllm_trainer.cluster import _verl_plugins
 from rllm_trainer.cluster._verl_v1_api import (
     ActorRolloutRefWorker,
+    CPUOffloadPolicy,
     DetachActorWorker,
     Dispatch,
     dist,
+    fsdp_engine,
     merged_lora_context,
     normalize_peft_param_name,
     offload_fsdp_model_to_cpu,
@@ -49,7 +51,9 @@ class _Rank:
     rank: int
 
     def init_model(self) -> None:
-        _join_group()
+        if os.environ.get("VERL_PLATFORM") == "cpu":
+            _join_group()
+            fsdp_engine.CPUOffloadPolicy = _unpinned
         _verl_state.seed_all(int(self.config.actor.data_loader_seed) + self.rank)  # an adapter begins with random numbers
         verls: Any = super()
         verls.init_model()
@@ -162,7 +166,7 @@ def _use_temperatures(data: Any) -> None:
 
 
 def _join_group() -> None:
-    if os.environ.get("VERL_PLATFORM") != "cpu" or dist.is_initialized():
+    if dist.is_initialized():
         return
     dist.init_process_group(
         "gloo",
@@ -170,3 +174,8 @@ def _join_group() -> None:
         world_size=int(os.environ["WORLD_SIZE"]),
         init_method=os.environ.get("DIST_INIT_METHOD"),
     )
+
+
+def _unpinned(*, pin_memory: bool) -> Any:
+    """Stands for torch's policy of keeping weights in host memory, where there is no accelerator to pin it for."""
+    return CPUOffloadPolicy(pin_memory=False)
