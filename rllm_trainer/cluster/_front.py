@@ -10,6 +10,7 @@ import asyncio
 import math
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from rllm_trainer.cluster._replica import VERSIONS
 from rllm_trainer.cluster.app_worker import FrontAddress
 from rllm_trainer.serving._local.app import Service, make_app
 from rllm_trainer.serving._local.jobs import Generation
@@ -31,8 +33,6 @@ __all__ = ["Front", "ReplicaScheduler", "by_session"]
 _UP = 60.0
 _MOST_WAITING = 16_384
 _session: ContextVar[str] = ContextVar("rllm_front_session", default="")
-_VERSIONS = "versions"
-"""Of a reply's extra fields, where a replica tells versions by token: (version, start, end) of each span."""
 
 
 class ReplicaScheduler:
@@ -139,7 +139,7 @@ def _sampling_params(job: Generation) -> dict[str, Any]:
 
 def _versions(extra: MutableMapping[str, Any], length: int) -> list[int]:
     """The version of each token: told by token, or the first and the last of the reply, the older one where they differ."""
-    spans = extra.get(_VERSIONS)
+    spans = extra.get(VERSIONS)
     if spans:
         found = [0] * length
         for version, start, end in spans:
@@ -209,6 +209,8 @@ class Front:
         if not up.wait(_UP):
             raise RuntimeError(f"the front did not come up within {_UP:g} s")
         port = listening.getsockname()[1]
+        sys.stderr.write(f"front of {self._name} at {self._host}:{port}\n")
+        sys.stderr.flush()
         return FrontAddress(url=f"http://{self._host}:{port}", api_key=self._api_key, model=self._name)
 
     def stats(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import tempfile
 import threading
 import traceback
@@ -18,7 +19,10 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["CpuReplicaServer", "Reply"]
+__all__ = ["VERSIONS", "CpuReplicaServer", "Reply"]
+
+VERSIONS = "versions"
+"""Of a reply's extra fields, where versions are told by token: (version, start, end) of each span."""
 
 _KV_BYTES = 512 * 2**20
 _MAX_WAITING = 65_536
@@ -62,6 +66,7 @@ class CpuReplicaServer:
         self._scheduler = Scheduler(runner, version=0, max_waiting=_MAX_WAITING, deliver=self._deliver)
         self._updates = 0
         threading.Thread(target=_or_die, args=(self._scheduler.run,), name="rllm-steps", daemon=True).start()
+        _say(f"replica of {folder}: {kv_tokens} tokens of keys and values, at most {self._max_len} of one request, {threads} threads")
 
     async def ready(self) -> str:
         """The node that it is on."""
@@ -95,7 +100,7 @@ class CpuReplicaServer:
                 "global_steps": told[-1],
                 "min_global_steps": min(told),
                 "max_global_steps": max(told),
-                "versions": versions,
+                VERSIONS: versions,
             },
         )
 
@@ -111,7 +116,8 @@ class CpuReplicaServer:
             weights = await asyncio.to_thread(self._loader.load, path, lora=False)
             swapped = self._scheduler.swap(weights, version)
             self._scheduler.resume()  # the swap comes before the next token, and is done with it
-            await asyncio.wrap_future(_future(swapped))
+            found = await asyncio.wrap_future(_future(swapped))
+        _say(f"version {version}: {len(given)} tensors taken in {found.seconds:.2f} s with {found.in_flight} replies under way")
         self._loader.served = weights
         self._updates += 1
         return len(given)
@@ -186,6 +192,12 @@ def _future(future: Any) -> Future[Any]:
 
 def _shared_memory() -> str | None:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def _say(line: str) -> None:
+    """On the log of this process, whose last lines are told where it dies."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def _or_die(run: Any) -> None:
