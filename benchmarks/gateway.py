@@ -30,40 +30,42 @@ from capture_cost.server import serving
 SIZE = "2k+256"
 TOKEN = "benchmark"
 KEY = "sk-benchmark"
+_OWN = (b"host", b"content-length", b"authorization")
 
 
 def serve_proxy(upstream: str) -> None:
-    """Passes bytes on, with the same server and the same transport as the gateway, and does nothing else."""
-    import asyncio
+    """Passes bytes on, with the same server, event loop and HTTP client as the gateway, and does nothing else."""
     import socket
 
-    import httpx
+    import aiohttp
     import uvicorn
+    import uvloop
 
-    transport = httpx.AsyncHTTPTransport(trust_env=False)
+    async def serve() -> None:
+        async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False) as session:
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-        headers = [(name, value) for name, value in scope["headers"] if name not in (b"host", b"content-length", b"authorization")]
-        headers.append((b"authorization", b"Bearer " + KEY.encode()))
-        url = upstream.removesuffix("/v1") + scope["path"]
-        response = await transport.handle_async_request(httpx.Request("POST", url, headers=headers, content=body))
-        head = [(name.lower(), value) for name, value in response.headers.raw if name.lower() != b"transfer-encoding"]
-        await send({"type": "http.response.start", "status": response.status_code, "headers": head})
-        async for chunk in response.stream:  # type: ignore[union-attr]
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-        await response.aclose()
+            async def app(scope: Any, receive: Any, send: Any) -> None:
+                body = b""
+                while True:
+                    message = await receive()
+                    body += message.get("body", b"")
+                    if not message.get("more_body"):
+                        break
+                headers = [(name.decode(), value.decode()) for name, value in scope["headers"] if name not in _OWN]
+                headers.append(("authorization", f"Bearer {KEY}"))
+                async with session.post(upstream.removesuffix("/v1") + scope["path"], headers=headers, data=body) as answer:
+                    head = [(name.lower(), value) for name, value in answer.raw_headers if name.lower() != b"transfer-encoding"]
+                    await send({"type": "http.response.start", "status": answer.status, "headers": head})
+                    async for chunk in answer.content.iter_any():
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+            config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", interface="asgi3", http="h11")
+            await uvicorn.Server(config).serve(sockets=[listener])
 
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", interface="asgi3", loop="asyncio")
     print(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", flush=True)
-    asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
+    uvloop.run(serve())
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from rllm_trace.gateway._headers import Headers
 from rllm_trace.gateway._refusal import Refusal
@@ -44,6 +44,10 @@ class Client:
         self._patience = patience
         """Seconds that it may take over reading what is sent, or over sending its body."""
         self._watcher: asyncio.Task[None] | None = None
+        self._writing: float | None = None
+        """Since when, on the loop's clock, a part that was sent has not been taken."""
+        self._stalled = False
+        self._clock: asyncio.TimerHandle | None = None
 
     async def body(self) -> bytes:
         """The whole body of the request. Raises Refusal for one that is too large, ClientGoneError."""
@@ -87,6 +91,8 @@ class Client:
         watcher, self._watcher = self._watcher, None
         if watcher is not None and not watcher.done():
             watcher.cancel()
+        if self._clock is not None:
+            self._clock.cancel()
 
     async def start(self, status: int, headers: Headers) -> None:
         """Sends the head."""
@@ -99,8 +105,28 @@ class Client:
             raise ClientGoneError("the client hung up")
         if not more:
             self.finished = True
-        async with asyncio.timeout(self._patience):
+        loop = asyncio.get_running_loop()
+        if self._clock is None:
+            self._look(loop, cast("asyncio.Task[Any]", asyncio.current_task()))
+        self._writing = loop.time()
+        try:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        except asyncio.CancelledError:
+            if not self._stalled:
+                raise
+            cast("asyncio.Task[Any]", asyncio.current_task()).uncancel()
+            raise TimeoutError(f"the client has read nothing for {self._patience:g} s") from None
+        finally:
+            self._writing = None
+
+    def _look(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
+        """Every now and then: a part that is not taken for too long ends the exchange. A timer for each part costs more than the part."""
+        since = self._writing
+        if since is not None and loop.time() - since >= self._patience:
+            self._stalled = True
+            task.cancel()
+        else:
+            self._clock = loop.call_later(self._patience / 4, self._look, loop, task)
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
         """Sends a whole answer."""

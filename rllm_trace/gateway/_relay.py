@@ -136,11 +136,13 @@ class Relay:
         await client.start(response.status_code, self._headers(response))
         try:
             async for chunk in cast("Any", response.stream):
-                await self._commit_call()
+                is_over = call is not None and call.has_ended
+                if is_over:
+                    await self._commit_call()
                 data = chunk if translated is None else translated.feed(chunk)
                 if data:
                     await self._part(data)
-                self._was_over = call is not None and call.has_ended
+                self._was_over = is_over
         except Exception as error:
             if not is_unreachable(error):
                 raise
