@@ -38,7 +38,7 @@ demo-compaction: setup  ## Train a chat whose history is compacted, every sample
 	@$(BIN)/python examples/compaction/check.py runs/compaction
 
 test: setup test-openai3  ## Run the test suite, and the client's part of it on openai 3.x too
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not vllm and not cluster and not peer and not faults" tests
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not vllm and not cluster and not peer and not faults and not jaeger" tests
 
 # Strands holds the main environment at openai 2.x (httpx); 3.x speaks through httpx2.
 OPENAI3 := .venv-openai3
@@ -81,7 +81,7 @@ test-cluster: setup  ## Run the tests that start Ray
 	@$(BIN)/python -m pytest -m cluster tests
 
 test-faults: setup  ## Run the tests that kill, fill or hang parts of real runs
-	@$(BIN)/python -m pytest -m faults tests/faults
+	@$(BIN)/python -m pytest -m faults tests/faults tests/cluster
 
 # .ci/run runs one of these after the suite, in turn.
 SHARDS := faults peers versions cluster vllm

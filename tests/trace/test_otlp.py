@@ -569,7 +569,7 @@ def test_a_dead_back_end_blocks_nobody(spans: dict[str, Span]) -> None:
     assert counters.get("failed", "span") + counters.get("dropped", "span") - before == 3
 
 
-@pytest.mark.skipif("RLLM_TEST_JAEGER_URL" not in os.environ, reason="needs a running Jaeger: RLLM_TEST_JAEGER_URL=http://host:4318")
+@pytest.mark.jaeger
 def test_a_real_jaeger_takes_an_episode(spans: dict[str, Span]) -> None:
     """The server that RLLM_TEST_JAEGER_URL names accepts the request."""
     sender = OTLPExporter(f"{os.environ['RLLM_TEST_JAEGER_URL'].rstrip('/')}/v1/traces")

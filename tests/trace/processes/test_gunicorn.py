@@ -12,12 +12,8 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-
 from rllm_trace.exporters import read_episodes
 from rllm_trace.testing import ScriptedServer
-
-pytest.importorskip("gunicorn")
 
 APP = """
 import os

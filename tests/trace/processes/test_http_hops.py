@@ -13,7 +13,10 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import aiohttp
+import httpx
 import pytest
+import requests
 
 import rllm_trace as rllm
 from rllm_trace.episode_receiver import EpisodeReceiver
@@ -21,10 +24,6 @@ from rllm_trace.exceptions import ConfigurationError
 from rllm_trace.http_hops import Hop
 from rllm_trace.middleware import WSGIMiddleware
 from rllm_trace.testing import ScriptedServer
-
-httpx = pytest.importorskip("httpx")
-aiohttp = pytest.importorskip("aiohttp")
-requests = pytest.importorskip("requests")
 
 SERVER = """
 import asyncio, os, socket, sys
@@ -53,7 +52,6 @@ asyncio.run(uvicorn.Server(uvicorn.Config(ASGIMiddleware(app, flush_timeout=60),
 @pytest.fixture
 def remote(model: ScriptedServer, tmp_path: Path) -> Iterator[tuple[str, EpisodeReceiver]]:
     """(host:port of an app in another process, the receiver of its spans)."""
-    pytest.importorskip("uvicorn")
     with EpisodeReceiver(settle=0.1) as receiver:
         environment = {**os.environ, **receiver.environ(), "APP_MODEL": model.base_url, "PYTHONPATH": os.pathsep.join(sys.path)}
         with subprocess.Popen([sys.executable, "-c", SERVER], env=environment, stdout=subprocess.PIPE, text=True) as server:

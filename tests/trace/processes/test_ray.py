@@ -55,7 +55,6 @@ if __name__ == "__main__":
 
 def test_ray_tasks_and_actors(app: Callable[..., str]) -> None:
     """Tasks, options, actors, async actors; one worker serves two workflows and calls outside any; each call is in its own record."""
-    pytest.importorskip("ray")
     *_, shown, faults = app(RAY, timeout=800).splitlines()
     assert json.loads(shown) == [[[n, n + 1, n + 2, n + 3], [n, n + 1, n + 2, n + 3], "completed"] for n in (10, 20)]
     assert json.loads(faults) == {}
