@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import importlib
 import ipaddress
+import socket
 import threading
 import weakref
+from functools import lru_cache
 from typing import Any, Final
 
-__all__ = ["async_sender", "sender"]
+__all__ = ["async_sender", "is_this_machine", "sender"]
 
 _lock: Final = threading.Lock()
 _sync: Final[dict[str, Any]] = {}
@@ -47,19 +49,29 @@ def async_sender(http: Any, request: Any) -> Any:
 def _is_needed(http: Any, request: Any) -> bool:
     if getattr(http, "event_hooks", {}).get("request"):
         return True
-    if not _is_this_machine(request.url.host):
+    if not is_this_machine(request.url.host):
         return False
     choose = getattr(http, "_transport_for_url", None)
     return bool(getattr(http, "_mounts", None)) and choose is not None and choose(request.url) is not http._transport
 
 
-def _is_this_machine(host: str) -> bool:
+@lru_cache(maxsize=256)
+def is_this_machine(host: str) -> bool:
+    """Loopback, or an address that one of this machine's interfaces has: only such a one can be bound."""
     if host == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return False
+    if address.is_loopback:
+        return True
+    try:
+        with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True
 
 
 def _flavour(http: Any) -> str:

@@ -115,23 +115,27 @@ def uninstall() -> None:
             del _originals[name]
 
 
+def _quickly(data: Any, expected_type: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
+    if current() is None or args or kwargs:
+        return None
+    try:
+        return copied(data, expected_type)
+    except Exception as error:  # noqa: BLE001 - as in ``guard``
+        guard.count("client", error)
+        return None
+
+
 def _transform(original: Callable[..., Any]) -> Callable[..., Any]:
     def transform(data: Any, expected_type: Any, *args: Any, **kwargs: Any) -> Any:
-        if current() is not None and not (args or kwargs):
-            quickly = copied(data, expected_type)
-            if quickly is not None:
-                return quickly
-        return original(data, expected_type, *args, **kwargs)
+        quickly = _quickly(data, expected_type, args, kwargs)
+        return original(data, expected_type, *args, **kwargs) if quickly is None else quickly
 
     return transform
 
 
 def _async_transform(original: Callable[..., Any]) -> Callable[..., Any]:
     async def async_transform(data: Any, expected_type: Any, *args: Any, **kwargs: Any) -> Any:
-        if current() is not None and not (args or kwargs):
-            quickly = copied(data, expected_type)
-            if quickly is not None:
-                return quickly
-        return await original(data, expected_type, *args, **kwargs)
+        quickly = _quickly(data, expected_type, args, kwargs)
+        return await original(data, expected_type, *args, **kwargs) if quickly is None else quickly
 
     return async_transform

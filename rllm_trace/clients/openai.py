@@ -13,51 +13,33 @@ from __future__ import annotations
 import functools
 import importlib.util
 import threading
-import types
-import weakref
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, Final, cast
-from urllib.parse import urlsplit
-
-import msgspec
+from typing import Any, Final
 
 from rllm_trace._calls import open_call
 from rllm_trace._context import current
 from rllm_trace._guard import guard
-from rllm_trace.attributes import HEADER_CONVERSATION
 from rllm_trace.clients import _parameters
-from rllm_trace.clients._call import ClientCall, Destination
-from rllm_trace.clients._decode import UNREADABLE, Operation, Reply
+from rllm_trace.clients._call import ClientCall
+from rllm_trace.clients._decode import Reply
 from rllm_trace.clients._direct import async_sender, sender
 from rllm_trace.clients._old_openai import HttpClient
+from rllm_trace.clients._options import body_of, destination_of, is_sound, operation_of, with_call
 from rllm_trace.exceptions import CallRefusedError
 from rllm_trace.routing import current_route, kept_header, redirects
 
 __all__ = ["ensure", "install", "uninstall"]
 
-_PATHS: Final[tuple[tuple[str, Operation], ...]] = (
-    ("/chat/completions", "chat"),
-    ("/completions", "text_completion"),
-    ("/responses", "responses"),
-)
 _METHODS: Final = ("request", "_build_request", "_prepare_request", "_process_response", "_send_request")
 """Old releases have no ``_send_request``: see ``_old_openai``."""
 _HTTP: Final = "_client"
-_FOREIGN: Final = ("api-key", "x-api-key", "OpenAI-Organization", "OpenAI-Project", "Cookie")
-_ACCEPT_ENCODING: Final = "Accept-Encoding"
-"""``identity`` where the app reads the answer itself: what was added is taken out of the bytes on their way."""
 _NOT_SENT: Final = (
     "this call was to go to the policy and was not sent: rllm_trace failed at it, and it must not reach the app's own endpoint instead. "
     "The log of rllm_trace has the fault; rllm.no_train around the call, or replaces= without its model, keeps it out of training."
 )
-_NOT_GIVEN: Final = frozenset({"NotGiven", "Omit"})
-"""The SDK's words for what was left out."""
-_RAW_RESPONSE: Final = "X-Stainless-Raw-Response"
 
 _guarded: Final = guard("client")
-_destinations: Final[weakref.WeakKeyDictionary[Any, tuple[Any, Destination]]] = weakref.WeakKeyDictionary()
-"""Client -> its base URL, and where that leads."""
 _call: ContextVar[ClientCall | None] = ContextVar("rllm_openai_call", default=None)
 _lock: Final = threading.Lock()
 
@@ -274,11 +256,11 @@ def _begin(client: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cli
         call = _opened(client, options)
     if call is None:
         route = current_route()
-        if route is not None and scope.episode.closed and _operation(options) is not None:
+        if route is not None and scope.episode.closed and operation_of(options) is not None:
             route.endpoint(scope)  # raises where its rollout was given up: the call must reach nobody, the app's own endpoint least of all
         return None
     with _guarded:
-        if _is_sound(options):
+        if is_sound(options):
             call.plan()
         return call
     route = current_route()
@@ -308,74 +290,21 @@ class _apart:
 
 
 def _opened(client: Any, options: Any) -> ClientCall | None:
-    operation = _operation(options)
+    operation = operation_of(options)
     if operation is None:
         return None
     running = _call.get()
     if running is not None and running.options is options:
         return None
-    body = _body(options)
+    body = body_of(options)
     if body is None:
         return None
     opened = open_call(operation=operation, requested_model=str(body.get("model") or ""))
     if opened is None:
         return None
-    call = ClientCall(opened, client, operation, body, _destination(client, options))
+    call = ClientCall(opened, client, operation, body, destination_of(client, options))
     call.hide(getattr(client, "api_key", None), getattr(client, "admin_api_key", None))
     return call
-
-
-def _operation(options: Any) -> Operation | None:
-    url, method = getattr(options, "url", None), getattr(options, "method", None)
-    return _operation_at(url) if isinstance(url, str) and (method == "post" or str(method).lower() == "post") else None
-
-
-@functools.lru_cache(maxsize=256)
-def _operation_at(url: str) -> Operation | None:
-    path = "/" + url.partition("?")[0].strip("/")
-    return next((operation for suffix, operation in _PATHS if path.endswith(suffix)), None)
-
-
-def _body(options: Any) -> Mapping[str, Any] | None:
-    """The JSON object that the SDK would send; None if it is something else."""
-    body = options.json_data
-    if body is None and isinstance(content := getattr(options, "content", None), (bytes, bytearray)):
-        body = content
-    if isinstance(body, (bytes, bytearray)):
-        try:
-            body = msgspec.json.decode(body)
-        except UNREADABLE:
-            return None
-    if not isinstance(body, Mapping):
-        return None
-    extra = options.extra_json
-    return cast("Mapping[str, Any]", body) if not extra or not isinstance(extra, Mapping) else {**body, **extra}
-
-
-def _is_sound(options: Any) -> bool:
-    """False where the SDK is about to raise for what the app gave (``extra_body=[1]``): it is left alone, and the error is the app's."""
-    return isinstance(options.extra_json, (Mapping, types.NoneType)) and _is_given_well(options.headers) and _is_given_well(options.params)
-
-
-def _is_given_well(given: Any) -> bool:
-    return not given or isinstance(given, Mapping) or type(given).__name__ in _NOT_GIVEN
-
-
-def _destination(client: Any, options: Any) -> Destination:
-    if options.url.startswith(("http://", "https://")):
-        return _place(options.url, hasattr(client, "_azure_endpoint"))
-    base_url, known = client.base_url, _destinations.get(client)
-    if known is None or known[0] is not base_url:
-        known = _destinations[client] = (base_url, _place(str(base_url), hasattr(client, "_azure_endpoint")))
-    return known[1]
-
-
-@functools.lru_cache(maxsize=256)
-def _place(url: str, strict: bool) -> Destination:
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    return Destination(f"{parts.scheme}://{host}:{port}{parts.path}", host, f"{host}:{port}", strict)
 
 
 def _check(call: ClientCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -389,61 +318,11 @@ def _check(call: ClientCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 def _changed(call: ClientCall, options: Any) -> Any:
     """Options of one attempt with what the call sends in place of what the app gave."""
     with _guarded:
-        return _with_options(call, options)
+        return with_call(call, options)
     if call.endpoint is not None:
         raise CallRefusedError(_NOT_SENT)
     call.untouch()
     return options
-
-
-def _with_options(call: ClientCall, options: Any) -> Any:
-    update: dict[str, Any] = {}
-    if call.endpoint is None and options.json_data is not getattr(call.options, "json_data", None):  # its client has reshaped it meanwhile
-        update["json_data"] = {**options.json_data, **{field: call.body[field] for field in call.added}}
-    else:
-        update["json_data"] = dict(call.body)
-        update["extra_json"] = None
-        if getattr(options, "content", None) is not None:
-            update["content"] = None
-    headers = given = _given(options.headers)
-    if call.endpoint is not None:
-        update["url"] = call.endpoint.base_url.rstrip("/") + next(suffix for suffix, operation in _PATHS if operation == call.operation)
-        update["params"] = {}
-        update |= _timeout(call, options)
-        headers = _policy_headers(call, headers)
-    streams = call.body.get("stream") or headers.get(_RAW_RESPONSE) == "stream"
-    if streams and (call.added or not call.keep.everything) and not any(name.lower() == "accept-encoding" for name in headers):
-        headers = {**headers, _ACCEPT_ENCODING: "identity"}
-    if headers is not given:
-        update["headers"] = headers
-    return options.model_copy(update=update)
-
-
-def _given(headers: Any) -> dict[str, Any]:
-    return dict(cast("Mapping[str, Any]", headers)) if isinstance(headers, Mapping) else {}
-
-
-def _policy_headers(call: ClientCall, headers: Mapping[str, Any]) -> dict[str, Any]:
-    """What the app set for its own provider is left out; ``_goes_out`` sees to what the HTTP client adds."""
-    from openai._types import Omit  # releases before 1.107 export it nowhere else
-
-    own = getattr(call.client, "_custom_headers", None)
-    foreign = [name for name in (*_FOREIGN, *_given(own)) if not kept_header(name) and name.lower() != "authorization"]
-    kept = {name: value for name, value in headers.items() if kept_header(name)}
-    assert call.endpoint is not None
-    ours = {"Authorization": f"Bearer {call.endpoint.api_key}", HEADER_CONVERSATION: call.conversation}
-    return {**dict.fromkeys(foreign, Omit()), **kept, **ours}
-
-
-def _timeout(call: ClientCall, options: Any) -> dict[str, Any]:
-    limit = call.timeout
-    if limit is None:
-        return {}
-    timeout = options.timeout if isinstance(options.timeout, (int, float)) or hasattr(options.timeout, "read") else call.client.timeout
-    if hasattr(timeout, "read"):
-        parts = {name: getattr(timeout, name) for name in ("connect", "read", "write", "pool")}
-        return {"timeout": type(timeout)(**{name: limit if value is None else min(value, limit) for name, value in parts.items()})}
-    return {"timeout": limit if timeout is None else min(timeout, limit)}
 
 
 def _goes_out(client: Any, request: Any) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 
 import openai
 import pytest
+from openai._utils import _transform
 
 from rllm_trace import clients
+from rllm_trace.clients import _parameters
 from rllm_trace.clients import openai as patch
 from rllm_trace.exceptions import UnknownInstrumentError
 from rllm_trace.testing import ScriptedServer
@@ -201,16 +203,18 @@ def test_a_fault_of_ours_leaves_the_call_alone(server: ScriptedServer, monkeypat
 
     before = _guard.counters.get("faults", "client")
     recorded: list[Any] = []
+    places = ("openai._opened", "openai.with_call", "_call.reply_of", "_parameters.copied")
     with client_of(server) as client:
-        for place in (f"{patch.__name__}._opened", f"{patch.__name__}._with_options", "rllm_trace.clients._call.reply_of"):
+        for place in places:
             with monkeypatch.context() as patched, rollout() as handle:
-                patched.setattr(place, broken)
+                patched.setattr(f"rllm_trace.clients.{place}", broken)
                 answer = workflow(lambda: client.chat.completions.create(**CREATE))()
                 (episode,) = handle.wait(5)
             assert answer.choices[0].message.content == "ok"
             recorded.append([(call.exact, call.complete) for call in episode.calls])
-    assert recorded == [[], [(False, True)], [(False, False)]]
-    assert _guard.counters.get("faults", "client") == before + 3
+    assert recorded == [[], [(False, True)], [(False, False)], [(True, True)]]
+    walks_anyway = _parameters.agrees(_transform.transform) is False  # a release whose walk is never left out
+    assert _guard.counters.get("faults", "client") == before + (3 if walks_anyway else 4)
 
 
 def test_importing_the_sdk_imports_no_client() -> None:
