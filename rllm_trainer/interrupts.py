@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM in, a stop event out, while a run lasts; afterwards the handlers are what they were.
 
 The first one asks the run to end at the next whole step; a second Ctrl-C raises at once. Handlers of the user's own are left alone,
-and so is everything where the run is not in the main thread.
+and so is everything where the run is not in the main thread. The one that ``ray.init`` sets ends the process as the system's would.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 __all__ = ["Stop", "interruptible"]
 
 _TERMINATED = 128 + signal.SIGTERM
+_RAY = "ray."
 
 
 class Stop:
@@ -32,7 +33,7 @@ class Stop:
 
 @contextmanager
 def interruptible(say: Callable[[str], None]) -> Generator[Stop]:
-    """Take SIGINT and SIGTERM while it is open, where they have Python's or the system's default handler."""
+    """Take SIGINT and SIGTERM while it is open, where they have Python's, the system's or Ray's default handler."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -47,10 +48,14 @@ def interruptible(say: Callable[[str], None]) -> Generator[Stop]:
 
     before: dict[int, Any] = {}
     for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
-        if signal.getsignal(number) is default:
+        if _is_default(signal.getsignal(number), default):
             before[number] = signal.signal(number, asked)
     try:
         yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _is_default(handler: Any, default: Any) -> bool:
+    return handler is default or str(getattr(handler, "__module__", "")).startswith(_RAY)

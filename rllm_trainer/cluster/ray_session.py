@@ -55,10 +55,11 @@ def on_ray(options: dict[str, Any], layout: ClusterLayout) -> Generator[Any]:
             )
         yield ray
         return
-    with _as_before():
+    with _as_before() as put_handlers_back:
         if os.environ.get(_VISIBLE) == "":
             del os.environ[_VISIBLE]  # Ray would refuse logical GPUs where none may be seen
         start_ray(ray, _defaults(options, layout) | options, options)
+        put_handlers_back()  # Ray's own would end this process at once
         try:
             yield ray
         finally:
@@ -86,9 +87,10 @@ def require_room(ray: Any, layout: ClusterLayout, device: str, *, direct: bool =
     have_gpus, have_cpus = [[int(node.get(kind, 0)) for node in nodes] for kind in ("GPU", "CPU")]
     if sum(count >= gpus_a_node for count in have_gpus) < layout.nodes or sum(have_gpus) < gpus:
         logical = "; on machines without accelerators start Ray with logical ones, as in ray={'num_gpus': 2}" if device == "cpu" else ""
+        more = "; attach to more of them with ray={'address': ...}, or ask for gpus_per_node instead" if len(nodes) < layout.nodes else ""
         raise EngineError(
             f"the layout needs {layout.nodes} nodes with {gpus_a_node} GPUs each and {gpus} in all; the cluster has nodes with "
-            f"{have_gpus} GPUs{logical}"
+            f"{have_gpus} GPUs{more or logical}"
         )
     if (
         sum(c >= cpus_a_node and g >= gpus_a_node for c, g in zip(have_cpus, have_gpus, strict=True)) < layout.nodes
@@ -158,17 +160,21 @@ def _defaults(options: dict[str, Any], layout: ClusterLayout) -> dict[str, Any]:
 
 
 @contextmanager
-def _as_before() -> Generator[None]:
-    """Environment and signal handlers, put back at the end."""
+def _as_before() -> Generator[Callable[[], None]]:
+    """Environment and signal handlers, put back at the end; gives what puts the handlers back before it."""
     environment = dict(os.environ)
     main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)} if main else {}
+
+    def put_back() -> None:
+        for number, handler in handlers.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
     try:
-        yield
+        yield put_back
     finally:
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
-        for number, handler in handlers.items():
-            if handler is not None:
-                signal.signal(number, handler)
+        put_back()

@@ -50,6 +50,23 @@ def test_handlers_of_the_users_own_are_left_alone():
         signal.signal(signal.SIGTERM, before)
 
 
+def test_the_handler_that_ray_sets_is_no_ones_own():
+    """A run in a process that has called ``ray.init`` ends at a whole step, too; Ray's handler comes back."""
+
+    def sigterm_handler(number, frame):
+        raise SystemExit(number)
+
+    sigterm_handler.__module__ = "ray._private.worker"
+    before = signal.signal(signal.SIGTERM, sigterm_handler)
+    try:
+        with interruptible(lambda _: None) as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.event.wait(5)
+        assert signal.getsignal(signal.SIGTERM) is sigterm_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_other_threads_take_no_signals():
     """Outside the main thread no handler is touched."""
     seen = []
