@@ -20,10 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import rllm_trainer.learning as learning_module
 import rllm_trainer.loop as loop_module
 from rllm_trainer import fit
 from rllm_trainer.engine.verl import VerlEngine
+from rllm_trainer.learning import Learner
 from rllm_trainer.loop import Loop
 from rllm_trainer.metrics import read_metrics
 from rllm_trainer.serving.local import LocalServer
@@ -35,7 +35,8 @@ WATCHED = [
     (loop_module, "make_samples", "batch"),
     (loop_module, "prepare", "batch"),
     (VerlEngine, "update", "update"),
-    (learning_module, "_swapped", "swap"),
+    (Learner, "_fix", "swap"),
+    (Learner, "_swapped", "swap"),
     (Loop, "_save", "save"),
 ]
 WITHIN = [(VerlEngine, "export_weights"), (VerlEngine, "logprobs"), (LocalServer, "swap"), (LocalServer, "swap_unproven")]

@@ -27,7 +27,7 @@ from rllm_trainer.credit_log import CreditLog
 from rllm_trainer.engine.base import Engine
 from rllm_trainer.evaluation import Evaluation, Evaluator
 from rllm_trainer.exceptions import BeyondLimits, RunStopped, TrainerError
-from rllm_trainer.learning import learn, learns
+from rllm_trainer.learning import Learner, learns
 from rllm_trainer.measures import (
     batch_measures,
     continuation_measures,
@@ -97,7 +97,8 @@ class Loop:
         """The one after the last step, where there are rows for it."""
         self.trainability = TrainabilityReport()
         """What became of the calls and tokens of every step taken here."""
-        self._parts = parts
+        self._parts = p = parts
+        self._learner = Learner(settings=p.settings, engine=p.engine, server=p.server, report=p.report)
         self._looked = False
         self._continued = Counter[str]()
         self._whole = True
@@ -155,8 +156,8 @@ class Loop:
         line |= prepared.credit.measures() | prepared.correction | batch_measures(batch)
         found = self._trainability(samples, prepared.credit)
         if learns(batch, self._parts.settings):
-            p, self._whole = self._parts, False
-            learnt = learn(batch, steps=self.state.steps, settings=p.settings, engine=p.engine, server=p.server, report=p.report)
+            self._whole = False
+            learnt = self._learner.learn(batch, steps=self.state.steps)
             line |= learnt.measures
             found = msgspec.structs.replace(found, ratio=learnt.ratio)
             self.trainability += TrainabilityReport(ratio=learnt.ratio)

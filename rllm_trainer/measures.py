@@ -16,7 +16,7 @@ from rllm_trainer.evaluation import Evaluation
 from rllm_trainer.metrics import EVAL_GREEDY, EVAL_SAMPLED, REWARD_MEAN
 from rllm_trainer.rollout.faults import leaves_gradient
 from rllm_trainer.samples import Counters
-from rllm_trainer.serving.base import CONTINUED, SwapReport
+from rllm_trainer.serving.base import CONTINUED, PROVEN_BY_LOGPROBS, SwapReport
 from rllm_trainer.types import Batch, Group
 
 __all__ = [
@@ -129,7 +129,7 @@ def swap_measures(swap: SwapReport) -> Measures:
         "swap/seconds": swap.seconds,
         "swap/requests_in_flight": swap.requests_in_flight,
         "swap/max_difference": swap.max_difference,
-        "swap/proved_by_logprobs": float(swap.proof == "logprobs"),
+        "swap/proved_by_logprobs": float(swap.proof == PROVEN_BY_LOGPROBS),
     }
 
 

@@ -33,7 +33,10 @@ InFlight = Literal["keep", "abort", "wait"]
 
 
 class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the local server reads what the model writes: ``local={"tool_format": "llama", "reasoning": "think"}``."""
+    """How the local server, or with ``engine="cluster"`` each node's front, reads what the model writes.
+
+    ``local={"tool_format": "llama", "reasoning": "think"}``
+    """
 
     tool_format: Literal["hermes", "qwen", "llama", "deepseek"] | None = None
     """How it writes tool calls; None: as its chat template shows."""
@@ -133,3 +136,8 @@ def urls_of(settings: Settings) -> list[str]:
 def key_name(settings: Settings) -> str | None:
     """The environment variable that holds the server's key."""
     return settings.serving_key or (_FIREWORKS_KEY if settings.serving == "fireworks" else None)
+
+
+def weights_kept(settings: Settings) -> int:
+    """How many versions of weights stay on file: a lone embedded server goes back to those before by itself, others are given them again."""
+    return 1 if settings.serving in ("auto", "local") and settings.replicas == 1 else 2

@@ -50,7 +50,8 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     gradients: int
     moments: int
     served_copy: int
-    """Two versions in shared memory and the server's own copy."""
+    """Three versions: of an embedded server one in shared memory, and two sets of its own, one of which is served; of others two in shared
+    memory."""
     reference: int
     activations: int
     logits: int
@@ -99,7 +100,7 @@ def estimate_memory(shape: ModelShape, settings: Settings, *, longest_row: int |
         weights=_FLOAT * (shape.parameters + (trained if settings.lora is not None else 0)),
         gradients=_FLOAT * trained,
         moments=2 * _FLOAT * trained,
-        served_copy=_FLOAT * (shape.parameters + 2 * (shape.parameters if settings.lora is None else trained)),
+        served_copy=_FLOAT * (2 * shape.parameters + (shape.parameters if settings.lora is None else trained)),
         reference=_FLOAT * shape.parameters if needs_reference else 0,
         activations=_FLOAT * tokens * per_token,
         logits=_FLOAT * _LOGITS * tokens * shape.vocab,

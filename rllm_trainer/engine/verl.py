@@ -31,6 +31,7 @@ from rllm_trainer.engine.verl_batch import pack_rows, pack_token_ids
 from rllm_trainer.engine.verl_settings import Objective, child_settings, passed_to_verl, require_supported
 from rllm_trainer.engine.weights_folder import WeightsFolder
 from rllm_trainer.exceptions import CheckpointError, EngineError
+from rllm_trainer.serving_settings import weights_kept
 from rllm_trainer.types import Batch, Float32, Int32, Mask
 
 __all__ = ["DEATH_SEEN", "Device", "VerlEngine"]
@@ -58,7 +59,8 @@ class VerlEngine:
         self._timeout = call_timeout
         self._pool = ThreadPoolExecutor(len(children), thread_name_prefix="rllm-engine")
         self._take(children[0].ready)
-        self._weights = WeightsFolder(run_dir, 4 * (self.trained_parameters if settings.lora else self.parameters))
+        numbers = self.trained_parameters if settings.lora else self.parameters
+        self._weights = WeightsFolder(run_dir, 4 * numbers, keep=weights_kept(settings))
 
     @classmethod
     def start(
@@ -128,7 +130,7 @@ class VerlEngine:
         settings = with_micro_batch(model_shape(model_path), settings, available=free_memory())
         config = child_settings(settings, model_path, shared_prefix=shared_prefix, objective=objective)
         self._take(self._call("restart", config, self._timeout)[0])
-        self._settings, self._model_path = settings, model_path
+        self._settings, self._model_path, self._weights.keep = settings, model_path, weights_kept(settings)
 
     def logprobs(
         self, rows: Sequence[Int32], *, temperatures: Sequence[float], reference: bool = False, at: Sequence[Mask] | None = None
@@ -202,7 +204,7 @@ class VerlEngine:
         return Corrected(weights=to_array(reply["weights"]), kept=to_array(reply["kept"]), metrics=reply["metrics"])
 
     def export_weights(self, version: int, *, merged: bool = False, digest_later: bool = False) -> WeightsFile:
-        """One safetensors file with the current weights, in shared memory if there is room. The newest two files are kept.
+        """One safetensors file with the current weights, in shared memory if there is room. The one before is kept where it may be needed.
 
         With LoRA it holds the adapter (PEFT names, alpha in its metadata), or base and adapter as one with ``merged``.
         ``digest_later``: the digest of the weights is taken when it is asked for, which must be before the next update; an adapter's is

@@ -1,7 +1,7 @@
 """Where weights lie between an engine and a server of this host: in shared memory if there is room, else in the run folder.
 
-The newest two versions are kept; in shared memory the next one is written over the older of them. The folder is locked while its run
-lives; one whose run was killed is removed by the next run that starts.
+The newest one or two versions are kept; in shared memory the next one is written over the older of them, or the only one. The folder is
+its owner's alone, and locked while its run lives; one whose run was killed is removed by the next run that starts.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ __all__ = ["WeightsFolder"]
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "rllm-weights-"
 _LOCK = ".lock"
-_KEEP = 2
 
 
 class WeightsFolder:
-    """Files named by version."""
+    """Files named by version, the newest ``keep`` of them."""
 
-    def __init__(self, run_dir: Path, num_bytes: int, *, shared_memory: Path = _SHARED_MEMORY) -> None:
+    def __init__(self, run_dir: Path, num_bytes: int, *, keep: int = 2, shared_memory: Path = _SHARED_MEMORY) -> None:
         _sweep(shared_memory)
-        room = (_KEEP + 1) * num_bytes
+        self.keep = keep
+        """Versions."""
+        room = (keep + 1) * num_bytes
         in_memory = shared_memory.is_dir() and os.access(shared_memory, os.W_OK) and shutil.disk_usage(shared_memory).free > room
         parent = shared_memory if in_memory else run_dir
         self._in_memory = in_memory
@@ -39,11 +40,11 @@ class WeightsFolder:
     def spare(self, version: int) -> Path | None:
         """The file that the weights of ``version`` may be written over; only pages that are there already cannot run out."""
         files = [file for file in self._files() if file != self.file(version)]
-        return files[0] if self._in_memory and len(files) >= _KEEP else None
+        return files[0] if self._in_memory and len(files) >= self.keep else None
 
     def keep_newest(self) -> None:
-        """Remove all but the newest two, by the time that they were written."""
-        for old in self._files()[:-_KEEP]:
+        """Remove all but the newest, by the time that they were written."""
+        for old in self._files()[: -self.keep]:
             old.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:

@@ -11,10 +11,12 @@ import msgspec
 from rllm_trainer.engine.base import WeightsFile
 from rllm_trainer.types import Float32, Int32
 
-__all__ = ["CONTINUED", "Capabilities", "Continues", "Probe", "Server", "SwapReport"]
+__all__ = ["CONTINUED", "PROVEN_BY_LOGPROBS", "Capabilities", "Continues", "Probe", "Server", "SwapReport"]
 
 CONTINUED = "continued"
 """A prompt that was made of recorded ids, among the counts of ``Continues``."""
+PROVEN_BY_LOGPROBS = "logprobs"
+"""Of a swap report: old and new weights were told apart."""
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):

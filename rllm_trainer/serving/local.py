@@ -77,6 +77,7 @@ class LocalServer:
         tool_format: Literal["hermes", "qwen", "llama", "deepseek"] | None = None,
         reasoning: Literal["think"] | None = None,
         in_flight: InFlight = "keep",
+        swaps: bool = True,
         start_timeout: float = 180.0,
         module: str = _MODULE,
     ) -> LocalServer:
@@ -99,6 +100,7 @@ class LocalServer:
             tool_format: how the model writes tool calls; None: as its chat template shows.
             reasoning: ``think``: what stands between <think> and </think> is told apart, as ``reasoning_content``; None: it is content.
             in_flight: what becomes of replies that are being sampled when weights are swapped.
+            swaps: it is to be given weights: memory for a second set is made at the start, not at the first swap.
             start_timeout: seconds.
             module: the child's main module.
 
@@ -123,6 +125,7 @@ class LocalServer:
             "continues": continuation == "exact",
             "tool_format": tool_format,
             "thinks": reasoning is not None,
+            "swaps": swaps,
         }
         try:
             child = Child.start(
@@ -230,18 +233,16 @@ class LocalServer:
 
     def _before(self, probe: Probe) -> list[Float32]:
         """The probe's logprobs under the old weights; afterwards its rows lie in the prefix cache, where they could be found by mistake."""
-        found, _ = self._read(probe)
-        complete = all(bool((np.isfinite(now) | np.isnan(old)).all()) for now, old in zip(found, probe.old, strict=True))
-        return found if complete else self._score(probe.rows, probe.temperature)
+        first = [_ends(old)[0] for old in probe.old]
+        return _logprobs(self._scored(probe.rows, probe.temperature, first, [one - 1 for one in first]))
 
     def _read(self, probe: Probe) -> tuple[list[Float32], bool]:
         """The probe's logprobs as a generation would have them, and whether any of its tokens came from the prefix cache.
 
         What comes before the first token that counts may be cached, or half of the way to the last one."""
         ends = [_ends(old) for old in probe.old]
-        answer = self._scored(
-            probe.rows, probe.temperature, [first for first, _ in ends], [max(first - 1, last // 2) for first, last in ends]
-        )
+        reuse = [max(first - 1, last // 2) for first, last in ends]
+        answer = self._scored(probe.rows, probe.temperature, [first for first, _ in ends], reuse)
         return _logprobs(answer), any(answer["cached"])
 
     def _proven(self, weights: WeightsFile, probe: Probe, before: list[Float32]) -> Verdict:

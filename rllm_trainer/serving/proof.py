@@ -17,17 +17,19 @@ from rllm_trainer.exceptions import ServerError
 from rllm_trainer.serving.base import Probe
 from rllm_trainer.types import Float32, Row
 
-__all__ = ["SwapNotProven", "Verdict", "judge", "telling_rows"]
+__all__ = ["SwapNotProven", "Verdict", "judge", "telling_windows"]
 
-_LEAST_NOISE = 0.02
-"""Part of the noise that is allowed; two programs of one precision differ by this much (2e-5 nats in float32) even where a few tokens
-show less."""
+_LEAST_NOISE = 0.05
+"""Part of the noise that is allowed: two programs in float32 differ by this much (5e-5 nats) on one token of thousands, even where the
+few that are looked at show less."""
+_LEAST_HALF = 0.01
+"""Nats; the same in half precision."""
 _TELLING = 10.0
 """A change is asked for where it exceeds the noise this many times."""
 _ALLOWED = 5.0
 """The served logprobs may differ from the new ones by the noise this many times."""
-_LITTLE_LONGER = 1.125
-"""As long as the shortest: up to this many times."""
+_ANY = 1e-9
+"""What a trained token that should not move counts beside one that is not trained."""
 
 
 class SwapNotProven(ServerError):
@@ -74,7 +76,7 @@ def judge(
             f"before the swap the server's {what} differed from the trainer's by up to {measured:.2g} nats "
             f"(at most {most_noise:g} was expected): it was not serving the weights that the trainer had"
         )
-    noise = max(measured, _LEAST_NOISE * most_noise)
+    noise = max(measured, min(_LEAST_NOISE * most_noise, _LEAST_HALF))
     moved = np.abs(new - old) > _TELLING * noise
     difference = float(np.abs(now - new).max())
     if not difference <= _ALLOWED * noise:
@@ -88,27 +90,29 @@ def judge(
     return Verdict(proof="logprobs" if moved.any() else "digest", max_difference=difference, noise=noise, telling_tokens=int(moved.sum()))
 
 
-def telling_rows(rows: Sequence[Row], *, most_tokens: int = 64, most_rows: int = 4) -> list[tuple[int, int]]:
-    """(row, stop) of the beginnings of rows that an update should move most: each up to the end of a reply that is trained.
+def telling_windows(rows: Sequence[Row], *, length: int = 8, most: int = 2) -> list[tuple[int, int, int]]:
+    """(row, start, stop) of at most so many stretches of tokens, no two alike, that an update should move most.
 
-    A token moves the further, the larger its advantage and the less likely it was. Scoring costs by the token, so of one that is to be
-    looked at in its context short ones are taken: of ``most_tokens`` together, or as long as the shortest one there is.
+    A token moves the further, the larger its advantage and the less likely it was. Scoring costs by the token, and weights that are not
+    the right ones show on any: what came long before is left out.
     """
-    rows_of_one = [number for number, row in enumerate(rows) if row.sample.temperature == rows[0].sample.temperature]
-    begun = [_beginning(rows[number], span.stop, number) for number in rows_of_one for span in rows[number].sample.spans if span.trained]
-    if not begun:
-        return []
-    left = max(most_tokens, min(stop for _, stop, _ in begun) * _LITTLE_LONGER)
-    picked: dict[int, int] = {}
-    for _, stop, number in sorted(begun, key=lambda one: (-one[0], one[1:])):
-        if number not in picked and stop <= left and len(picked) < most_rows:
-            picked[number] = stop
-            left -= stop
-    return sorted(picked.items())
+    found = sorted((_window(row, length, number) for number, row in enumerate(rows) if row.sample.trained_mask[1:].any()), reverse=True)
+    picked: dict[bytes, tuple[int, int, int]] = {}
+    for _, nearness, start, stop in found:
+        picked.setdefault(rows[-nearness].sample.token_ids[start:stop].tobytes(), (-nearness, start, stop))
+        if len(picked) == most:
+            break
+    return sorted(picked.values())
 
 
-def _beginning(row: Row, stop: int, number: int) -> tuple[float, int, int]:
-    """(how far its tokens should move together, stop, number)."""
-    trained = row.sample.trained_mask[:stop]
-    unlikely = 1 - np.exp(np.nan_to_num(row.sample.logprobs[:stop][trained], nan=0.0))
-    return float((np.abs(row.advantages[:stop][trained]) * unlikely).sum()), stop, number
+def _window(row: Row, length: int, number: int) -> tuple[float, int, int, int]:
+    """(how far its tokens should move together, the first one left out; minus the row's number; start; stop) of the row's best stretch."""
+    trained, count = row.sample.trained_mask, len(row.sample.token_ids)
+    unlikely = 1 - np.exp(np.nan_to_num(row.sample.logprobs, nan=0.0))
+    far = np.where(trained, np.abs(row.advantages) * unlikely + _ANY, 0.0)
+    until = np.concatenate([[0.0], np.cumsum(far)])
+    stops = np.arange(min(length, count), count + 1)
+    starts = np.maximum(stops - length, 0)
+    together = until[stops] - until[starts + 1]
+    best = int(together.argmax())
+    return float(together[best]), -number, int(starts[best]), int(stops[best])

@@ -23,7 +23,7 @@ from rllm_trace.routing import Endpoint
 from rllm_trainer._digest import file_digest
 from rllm_trainer.engine.base import WeightsFile
 from rllm_trainer.exceptions import ServerError
-from rllm_trainer.serving.base import Capabilities, Continues, Probe, Server, SwapReport
+from rllm_trainer.serving.base import PROVEN_BY_LOGPROBS, Capabilities, Continues, Probe, Server, SwapReport
 from rllm_trainer.types import Float32, Int32
 
 __all__ = ["Replicas"]
@@ -159,7 +159,7 @@ class Replicas:
             max(told, key=lambda report: report.seconds),
             requests_in_flight=sum(report.requests_in_flight for report in told),
             max_difference=max(report.max_difference for report in told),
-            proof="logprobs" if all(report.proof == "logprobs" for report in told) else "digest",
+            proof=PROVEN_BY_LOGPROBS if all(report.proof == PROVEN_BY_LOGPROBS for report in told) else "digest",
         )
 
     def prompt_logprobs(self, rows: Sequence[Int32], *, temperature: float = 1.0) -> list[Float32]:

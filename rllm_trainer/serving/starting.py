@@ -80,6 +80,7 @@ def _local(ask: _Ask) -> Server:
         port=settings.port,
         continuation=settings.continuation,
         in_flight=in_flight_of(settings),
+        swaps=ask.swaps,
         tool_format=how.tool_format,
         reasoning=how.reasoning,
     )

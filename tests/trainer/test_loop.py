@@ -13,7 +13,7 @@ from rllm_trainer.checkpoint import Checkpoints
 from rllm_trainer.config import make_settings
 from rllm_trainer.engine.verl import VerlEngine
 from rllm_trainer.exceptions import BeyondLimits, DatasetError, ServerError, TooManyFaults
-from rllm_trainer.learning import learn
+from rllm_trainer.learning import Learner
 from rllm_trainer.loop import Loop, Parts
 from rllm_trainer.metrics import MetricsLog, read_metrics
 from rllm_trainer.models import resolve_model
@@ -21,6 +21,7 @@ from rllm_trainer.report import Report
 from rllm_trainer.rollout.record import RolloutLog, read_rollouts
 from rllm_trainer.rollout.runner import RunInterrupted
 from rllm_trainer.rollout.source import RecordedSource
+from rllm_trainer.serving.local import LocalServer
 from rllm_trainer.state import State
 from rllm_trainer.testing import make_call, make_choice, make_episode
 from rllm_trainer.types import Rollout
@@ -65,7 +66,7 @@ def loop_of(engine, tmp_path):
     """Makes loops over recorded groups, in folders of their own; closes what they open."""
     opened = []
 
-    def make(source, folder, *, state=None, steps=STEPS, stop=None, sites=None, **given):
+    def make(source, folder, *, state=None, steps=STEPS, stop=None, sites=None, server=None, **given):
         settings = make_settings(GIVEN | {"steps": STEPS} | given)
         run_dir = tmp_path / folder
         run_dir.mkdir(exist_ok=True)
@@ -73,7 +74,7 @@ def loop_of(engine, tmp_path):
         parts = Parts(
             settings=settings,
             engine=engine,
-            server=None,
+            server=server,
             source=source,
             evaluator=None,
             sites=sites,
@@ -147,11 +148,13 @@ def test_whatever_ends_a_run_its_last_whole_step_is_saved(engine, recorded, loop
     engine.load(saved)
     assert engine.export_weights(2).digest == two
 
+    learn = Learner.learn
+
     def torn(*args, **kwargs):
         learn(*args, **kwargs)
         raise ServerError("it still serves the old weights")
 
-    monkeypatch.setattr("rllm_trainer.loop.learn", torn)
+    monkeypatch.setattr("rllm_trainer.learning.Learner.learn", torn)
     with pytest.raises(ServerError, match="old weights"):
         loop_of(RecordedSource(recorded), "rows", state=state).run()
     assert engine.export_weights(2).digest != two
@@ -169,6 +172,54 @@ def test_the_schedule_and_the_metrics_follow_the_steps(engine, recorded, loop_of
         assert line["reward/mean"] == sum(rewards) / len(rewards)
         assert (line["tokens/sampled"], line["tokens/trained"], line["rows"]) == (80, 80, 8)
         assert (line["episodes/multi_call_share"], line["episodes/one_row_share"]) == (1, 1)
+
+
+class Seen:
+    """A server, and what its swaps were proven with."""
+
+    def __init__(self, server):
+        self._server = server
+        self.probes = []
+        self.reports = []
+
+    def __getattr__(self, name):
+        return getattr(self._server, name)
+
+    def swap(self, weights, *, probe=None):
+        self.probes.append(probe)
+        self.reports.append(self._server.swap(weights, probe=probe))
+        return self.reports[-1]
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = LocalServer.start(resolve_model("tiny-qwen2"), run_dir=tmp_path / "served", threads=1, max_model_len=256)
+    yield Seen(server)
+    server.close()
+
+
+def test_swaps_are_proven_on_tokens_that_stay_fixed(engine, recorded, loop_of, server):
+    """While they move, swaps ask for the same tokens; what the engine said of them after an update is what it said before the next."""
+    restart(engine)
+    loop_of(RecordedSource(recorded), "run", steps=3, server=server, limits={"ratio_p99": None}).run()
+    first, second, third = server.probes
+    assert [report.proof for report in server.reports] == ["logprobs"] * 3
+    assert [len(row) for row in first.rows] == [8, 8]
+    for probe, before in ((second, first), (third, second)):
+        for which in range(2):
+            np.testing.assert_array_equal(probe.rows[which], first.rows[which])
+            np.testing.assert_array_equal(probe.old[which], before.new[which])
+    told = engine.logprobs(third.rows, temperatures=[1.0, 1.0])
+    assert all(np.nanmax(np.abs(now - new)) < 1e-4 for now, new in zip(told, third.new, strict=True))
+
+
+def test_tokens_that_no_longer_tell_are_replaced(engine, recorded, loop_of, server):
+    """An update too small to be seen is proven by digest; the next swap is proven on tokens of its own batch."""
+    restart(engine)
+    loop_of(RecordedSource(recorded), "run", steps=2, server=server, lr=1e-9, limits={"ratio_p99": None}).run()
+    first, second = server.probes
+    assert [report.proof for report in server.reports] == ["digest", "digest"]
+    assert any(not np.array_equal(one, other) for one, other in zip(first.rows, second.rows, strict=True))
 
 
 def test_rows_that_run_out_end_the_run(engine, recorded, loop_of, tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rllm_trainer.serving.base import Probe
-from rllm_trainer.serving.proof import SwapNotProven, judge, telling_rows
+from rllm_trainer.serving.proof import SwapNotProven, judge, telling_windows
 from rllm_trainer.types import Float32, Int32, Row, Sample, SampledSpan
 
 NAN = float("nan")
@@ -103,16 +103,16 @@ def row(prompt: int, *replies: tuple[list[float], float], temperature: float = 1
     return Row(sample=sample, advantages=floats(*advantages), weights=sampled.astype(np.float32), old_logprobs=floats(*logprobs), group="g")
 
 
-def test_the_rows_that_should_move_most_are_looked_at() -> None:
-    """By advantage and how unlikely the tokens were, up to the end of a reply; at one temperature, at most so many tokens and rows."""
-    sure, torn = [-0.01, -0.01], [-2.0, -2.0]
-    assert telling_rows([row(10, (sure, 1.0)), row(10, (torn, 1.0)), row(10, (torn, 0.1))], most_tokens=24) == [(1, 12), (2, 12)]
-    assert telling_rows([row(10, (torn, 1.0), (torn, -1.0))], most_tokens=64) == [(0, 17)]
-    assert telling_rows([row(100, (torn, 1.0), (torn, -1.0))], most_tokens=64) == [(0, 107)]
-    assert telling_rows([row(100, (torn, 1.0), ([-2.0] * 20, -1.0))], most_tokens=64) == [(0, 102)]
-    assert telling_rows([row(4, (torn, 1.0)), row(4, (torn, 1.0), temperature=0.5)]) == [(0, 6)]
-    assert telling_rows([row(4, (torn, 1.0)) for _ in range(9)]) == [(0, 6), (1, 6), (2, 6), (3, 6)]
-    assert telling_rows([row(4)]) == []
+def test_the_tokens_that_should_move_most_are_looked_at() -> None:
+    """By advantage and how unlikely they were, in the stretch of a row that has the most of it; of one row one stretch, none twice."""
+    sure, torn = [-0.01] * 3, [-2.0] * 3
+    assert telling_windows([row(20, (sure, 1.0)), row(21, (torn, 1.0)), row(22, (torn, 0.1))]) == [(1, 16, 24), (2, 17, 25)]
+    assert telling_windows([row(20, (torn, 0.1)), row(21, (torn, 1.0)), row(22, (torn, -2.0))]) == [(1, 16, 24), (2, 17, 25)]
+    assert telling_windows([row(20, (torn, 0.5), (sure * 9, 0.1), (torn, -1.0))]) == [(0, 51, 59)]
+    assert telling_windows([row(20, (torn, 0.5), ([-2.0] * 7, -1.0), (sure * 9, 0.1))]) == [(0, 25, 33)]
+    assert telling_windows([row(4, (torn, 0.5)), row(4, (torn, 1.0)), row(4, (torn, 1.0), temperature=0.5)]) == [(1, 0, 7)]
+    assert telling_windows([row(4, (torn, 0.0))]) == [(0, 0, 7)]
+    assert telling_windows([row(4), row(0, ([-1.0], 1.0))]) == []
 
 
 def test_half_precision_has_a_noise_of_its_own() -> None:

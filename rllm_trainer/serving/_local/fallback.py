@@ -42,6 +42,7 @@ class FallbackLoader:
         self._class: Any = type(model)
         self._dtypes = Checkpoint(folder).dtypes
         self.served: Any = model.eval()
+        self.spare: Any = None
 
     def load(self, path: Path, *, lora: bool, over: Any = None) -> Any:
         if lora:

@@ -20,6 +20,8 @@ class Loader(Protocol):
     max_positions: int
     kv_bytes_per_token: int
     served: Any
+    spare: Any
+    """A set of weights that nothing computes with, to load over; None: there is none yet."""
 
     def load(self, path: Path, *, lora: bool, over: Any = None) -> Any:
         """A complete set of weights from a file or folder. Raises ``WeightsError``.
@@ -40,13 +42,14 @@ class Loader(Protocol):
 class NativeLoader:
     """Models that ``model.py`` computes."""
 
-    def __init__(self, folder: Path, spec: ModelSpec) -> None:
+    def __init__(self, folder: Path, spec: ModelSpec, *, swaps: bool = False) -> None:
         self.vocab = spec.vocab
         self.max_positions = spec.max_positions
         self.kv_bytes_per_token = spec.kv_bytes_per_token
         self._spec = spec
         self._base = Checkpoint(folder)
         self.served: Weights = build(spec, self._base)
+        self.spare: Weights | None = build(spec, self._base) if swaps else None
 
     def load(self, path: Path, *, lora: bool, over: Weights | None = None) -> Weights:
         given = Checkpoint(path)
@@ -61,10 +64,15 @@ class NativeLoader:
         return NativeRunner(self.served, kv_tokens=kv_tokens, max_len=max_len, max_rows=max_rows)
 
 
-def open_model(folder: Path, spec: ModelSpec | None) -> Loader:
-    """Raises ``ValueError`` where the folder holds no model that can be served. ``spec``: None for a family that is not ours."""
+def open_model(folder: Path, spec: ModelSpec | None, *, swaps: bool = False) -> Loader:
+    """Raises ``ValueError`` where the folder holds no model that can be served.
+
+    Args:
+        spec: None for a family that is not ours.
+        swaps: weights will be loaded: memory for a second set is made now, which takes longer than to write into it.
+    """
     if spec is not None:
-        return NativeLoader(folder, spec)
+        return NativeLoader(folder, spec, swaps=swaps)
     from rllm_trainer.serving._local.fallback import FallbackLoader
 
     return FallbackLoader(folder)

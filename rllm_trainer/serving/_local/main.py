@@ -44,6 +44,7 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True):
     tool_format: str | None
     thinks: bool
     continues: bool
+    swaps: bool
 
 
 def main() -> None:
@@ -84,7 +85,7 @@ def _start(config: LocalConfig, listening: socket.socket) -> dict[str, Any]:
     from rllm_trainer.serving._local.scheduler import Scheduler
 
     torch.set_num_threads(config.threads)
-    loader = open_model(folder, spec)
+    loader = open_model(folder, spec, swaps=config.swaps)
     max_len, kv_tokens = _lengths(config, loader.max_positions, loader.kv_bytes_per_token)
     runner = loader.runner(kv_tokens=kv_tokens, max_len=max_len, max_rows=config.max_rows)
     intake = Intake(

@@ -27,10 +27,8 @@ class Swaps:
         self._loader = loader
         self._scheduler = scheduler
         self._turn = asyncio.Lock()
-        self._spare: Any = None
-        """The set that nothing computes with; None: there has been one only."""
         self._before: int | None = None
-        """The version of what the spare set holds; None: nothing that could be served."""
+        """The version of what the loader's spare set holds; None: nothing to go back to."""
 
     async def swap(self, asked: SwapRequest) -> dict[str, Any]:
         """Raises ``ApiError`` where the weights are refused; the ones before them are served on."""
@@ -44,7 +42,7 @@ class Swaps:
                 raise ApiError(400, str(error), code="weights_refused", param="path") from error
             loaded = time.monotonic()
             swapped = await asyncio.wrap_future(self._scheduler.swap(weights, asked.version, asked.in_flight))
-            self._loader.served, self._spare, self._before = weights, served, version
+            self._loader.served, self._loader.spare, self._before = weights, served, version
         return {
             "version": asked.version,
             "requests_in_flight": swapped.in_flight,
@@ -60,8 +58,9 @@ class Swaps:
             version, self._before = self._before, None
             if version is None:
                 raise ApiError(409, "there is no set of weights to go back to", code="nothing_to_go_back_to")
-            await asyncio.wrap_future(self._scheduler.swap(self._spare, version))
-            self._loader.served, self._spare = self._spare, self._loader.served
+            loader = self._loader
+            await asyncio.wrap_future(self._scheduler.swap(loader.spare, version))
+            loader.served, loader.spare = loader.spare, loader.served
         return {"version": version}
 
     async def digest(self) -> dict[str, Any]:
@@ -76,7 +75,7 @@ class Swaps:
 
     def _load(self, asked: SwapRequest) -> Any:
         path = Path(asked.path)
-        weights = self._loader.load(path, lora=asked.lora, over=self._spare)
+        weights = self._loader.load(path, lora=asked.lora, over=self._loader.spare)
         if asked.digest is not None:
             held = file_digest(path) if asked.lora else self._loader.digest(weights)  # an adapter is merged into what is served
             if held != asked.digest:

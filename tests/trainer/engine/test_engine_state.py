@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -196,11 +197,14 @@ def test_the_reference_stays_the_initial_weights(fresh: Any, batch: Batch) -> No
         np.testing.assert_array_equal(found, expected)
 
 
-def test_weights_files_are_whole_digested_and_two(fresh: Any, tiny: Path, batch: Batch) -> None:
-    """Every tensor of the model under its Hugging Face name, the tied head once; the digest is the file's; the newest two are kept."""
-    engine = fresh()
+@pytest.mark.parametrize("given, kept", [({}, [False, False, True]), ({"replicas": 2}, [False, True, True])])
+def test_weights_files_are_whole_and_digested(fresh: Any, tiny: Path, batch: Batch, given: dict[str, Any], kept: list[bool]) -> None:
+    """Every tensor of the model under its Hugging Face name, the tied head once; the digest is the file's; the newest is kept, or
+    the newest two where servers may be given the one before again."""
+    engine = fresh(**given)
     files = [engine.export_weights(version) for version in (1, 2, 3)]
-    assert [file.path.exists() for file in files] == [False, True, True]
+    assert [file.path.exists() for file in files] == kept
+    assert stat.S_IMODE(files[-1].path.parent.stat().st_mode) == 0o700
     newest = files[-1]
     assert newest.digest == file_digest(newest.path) == files[0].digest
     stored = load_file(newest.path)
@@ -210,9 +214,12 @@ def test_weights_files_are_whole_digested_and_two(fresh: Any, tiny: Path, batch:
     assert engine.export_weights(4).digest != newest.digest
 
 
-def test_a_weights_file_is_written_over_the_one_before_the_last(fresh: Any, batch: Batch) -> None:
-    """In shared memory two files take turns; a digest that is taken later is that of the file."""
-    engine = fresh()
+@pytest.mark.parametrize("given, kept", [({}, [4]), ({"replicas": 2}, [3, 4])])
+def test_a_weights_file_is_written_over_one_that_is_no_longer_needed(
+    fresh: Any, batch: Batch, given: dict[str, Any], kept: list[int]
+) -> None:
+    """In shared memory there is one file, or two take turns; a digest that is taken later is that of the file."""
+    engine = fresh(**given)
     inodes: list[int] = []
     for version in range(1, 5):
         engine.update(batch, lr=1e-3)
@@ -220,11 +227,10 @@ def test_a_weights_file_is_written_over_the_one_before_the_last(fresh: Any, batc
         assert file.taken_digest() == file_digest(file.path)
         inodes.append(file.path.stat().st_ino)
     assert [file.name for file in sorted(file.path.parent.glob("*.safetensors"))] == [
-        "weights-000003.safetensors",
-        "weights-000004.safetensors",
+        f"weights-{version:06d}.safetensors" for version in kept
     ]
     if file.path.is_relative_to("/dev/shm"):
-        assert inodes[2:] == inodes[:2]
+        assert inodes[2:] == inodes[2 - len(kept) : 4 - len(kept)]
 
 
 def test_an_update_says_what_it_began_with_and_may_be_declined(fresh: Any, batch: Batch) -> None:
