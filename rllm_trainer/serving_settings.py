@@ -139,5 +139,5 @@ def key_name(settings: Settings) -> str | None:
 
 
 def weights_kept(settings: Settings) -> int:
-    """How many versions of weights stay on file: a lone embedded server goes back to those before by itself, others are given them again."""
+    """How many versions of weights stay on file: a lone embedded server goes back to those before by itself, others get them again."""
     return 1 if settings.serving in ("auto", "local") and settings.replicas == 1 else 2
