@@ -60,6 +60,8 @@ class Reply(msgspec.Struct, kw_only=True):
 
 class Entry(msgspec.Struct, gc=False):
     logprob: float | None = None
+    sampling_logprob: float | None = None
+    """Fireworks' name for what the token was sampled with, where ``logprob`` is the model's at temperature 1."""
 
 
 class LogprobsBody(msgspec.Struct, gc=False):
@@ -139,7 +141,9 @@ class ChoiceBody(msgspec.Struct, gc=False):
         except msgspec.ValidationError:
             return None
         entries = told.content if told.content is not None else told.refusal
-        return told.token_logprobs if entries is None else [entry.logprob for entry in entries]
+        if entries is None:
+            return told.token_logprobs
+        return [entry.logprob if entry.sampling_logprob is None else entry.sampling_logprob for entry in entries]
 
 
 class Body(msgspec.Struct, gc=False):

@@ -111,6 +111,19 @@ def test_ids_beside_logprobs_are_read() -> None:
     assert [choice.token_ids for choice in read_reply(without_ids, STRIP)[0].choices] == [None]
 
 
+def test_the_logprob_that_was_sampled_with_is_recorded() -> None:
+    """Fireworks tells the model's logprob and, beside it, the one at the temperature used; where it does not, there is one only."""
+    entry = {"token": "a", "token_id": 5, "bytes": [1], "text_offset": 0, "logprob": -0.5, "sampling_logprob": -0.25, "top_logprobs": []}
+    told = {"content": [entry, {**entry, "sampling_logprob": None}, {**entry, "sampling_logprob": -1.5}]}
+    choice = {"index": 0, "message": {"content": "aaa"}, "finish_reason": "stop", "logprobs": told, "token_ids": [5, 5, 5]}
+    reply, _ = read_reply(json.dumps({"choices": [choice]}).encode(), STRIP)
+    assert reply.choices[0].logprobs == Logprobs([-0.25, -0.5, -1.5])
+    delta = {**{name: value for name, value in choice.items() if name != "message"}, "delta": {"content": "aaa"}}
+    events = EventReader(STRIP)
+    events.feed(b"data: " + json.dumps({"choices": [delta]}).encode() + b"\n\n" + b"data: [DONE]\n\n")
+    assert events.reply().choices[0].logprobs == Logprobs([-0.25, -0.5, -1.5])
+
+
 texts = st.text(max_size=12) | st.sampled_from(
     ['"token_ids":[1]', '\\"logprobs\\":{', "]}", '{"a": [1]}', "logprob", "token_ids", "\n\n", "data: x"]
 )
