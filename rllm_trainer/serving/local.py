@@ -21,6 +21,7 @@ from rllm_trainer._child import Child, ChildDied
 from rllm_trainer.engine.base import WeightsFile
 from rllm_trainer.exceptions import ServerError
 from rllm_trainer.serving.base import CONTINUED, Capabilities, Probe, SwapReport
+from rllm_trainer.serving.owned import PROXY_NAMES, OwnedServer
 from rllm_trainer.serving.proof import SwapNotProven, Verdict, judge
 from rllm_trainer.serving_settings import InFlight
 from rllm_trainer.types import Float32, Int32
@@ -28,7 +29,6 @@ from rllm_trainer.types import Float32, Int32
 __all__ = ["LocalServer"]
 
 _MODULE = "rllm_trainer.serving._local.main"
-_PROXY_NAMES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 _MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
 """Weights are streamed through at every step: side by side in one heap of 2 MB pages, where the kernel grants them, a step takes a fifth
 less time, and a swap finds the memory of the set before the last one still mapped."""
@@ -39,7 +39,7 @@ _CALL_TIMEOUT = 600.0
 _MOST_KV_BYTES = 2 * 2**30
 
 
-class LocalServer:
+class LocalServer(OwnedServer):
     """A ``Server``. Made by ``start``; ``close`` ends it, and so does the end of this process."""
 
     capabilities = Capabilities(
@@ -47,12 +47,8 @@ class LocalServer:
     )
 
     def __init__(self, child: Child, *, api_key: str, model: str, version: int, in_flight: InFlight = "keep") -> None:
-        self._child = child
+        super().__init__(child, api_key=api_key, model=model, version=version)
         self._in_flight: InFlight = in_flight
-        self._api_key = api_key
-        self._model = model
-        self._version = version
-        self._port: int = child.ready["port"]
         self.max_model_len: int = child.ready["max_model_len"]
         """Most tokens of prompt and reply together."""
         self.vocab: int = child.ready["vocab"]
@@ -138,26 +134,6 @@ class LocalServer:
             child.close(timeout=1.0)
             raise ServerError(f"the local server could not start: {failed}")
         return cls(child, api_key=api_key, model=config["name"], version=version, in_flight=in_flight)
-
-    @property
-    def base_url(self) -> str:
-        return f"http://127.0.0.1:{self._port}/v1"
-
-    @property
-    def api_key(self) -> str:
-        return self._api_key
-
-    @property
-    def model(self) -> str:
-        return self._model
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
 
     def stats(self) -> dict[str, Any]:
         """Counters of the server since its start: steps, tokens computed, tokens taken from the prefix cache, swaps ..."""
@@ -307,7 +283,7 @@ def _logprobs(answer: Mapping[str, Any]) -> list[Float32]:
 
 
 def _environment(threads: int) -> dict[str, str | None]:
-    changes: dict[str, str | None] = dict.fromkeys(_PROXY_NAMES)
+    changes: dict[str, str | None] = dict.fromkeys(PROXY_NAMES)
     tunables = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), _MALLOC]))
     return {
         **changes,

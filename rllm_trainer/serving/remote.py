@@ -20,6 +20,7 @@ from rllm_trainer._child import Child, ChildDied, ChildError
 from rllm_trainer.engine.base import WeightsFile
 from rllm_trainer.exceptions import ServerError
 from rllm_trainer.serving.base import CONTINUED, Capabilities, Probe, SwapReport
+from rllm_trainer.serving.owned import PROXY_NAMES, OwnedServer
 from rllm_trainer.serving.proof import SwapNotProven, judge
 from rllm_trainer.serving_settings import InFlight
 from rllm_trainer.types import Float32, Int32
@@ -27,7 +28,6 @@ from rllm_trainer.types import Float32, Int32
 __all__ = ["FLOAT32_NOISE", "HALF_NOISE", "ContinuingDoor", "DoorServer", "read_key"]
 
 _MODULE = "rllm_trainer.serving._door.main"
-_PROXY_NAMES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 _CALL_TIMEOUT = 600.0
 _SWAP_TIMEOUT = 1800.0
 """Seconds for a swap, the wait for requests in flight included."""
@@ -43,7 +43,7 @@ HALF_NOISE = 0.5
 """Nats by which a server may differ from the trainer before a swap: computing in float32, or in half precision."""
 
 
-class DoorServer:
+class DoorServer(OwnedServer):
     """A ``Server``. ``close`` ends the door and what it started; a server that was there before goes on."""
 
     capabilities: Capabilities
@@ -59,14 +59,12 @@ class DoorServer:
         in_flight: InFlight = "keep",
         most_noise: float = FLOAT32_NOISE,
     ) -> None:
-        self._child = child
+        super().__init__(child, api_key=api_key, model=child.ready["model"], version=version)
         self._name = name
-        self._api_key = api_key
-        self._version = version
         self._in_flight: InFlight = in_flight
         self._most_noise = most_noise
-        self._model: str = child.ready["model"]
-        self._port: int = child.ready["port"]
+        self._proven: WeightsFile | None = None
+        """What is served, where it came by a swap: the file to go back to."""
         tells = bool(child.ready.get("versions", capabilities.per_token_versions))
         self.capabilities = msgspec.structs.replace(capabilities, per_token_versions=tells)
         self.max_model_len: int | None = child.ready["max_model_len"]
@@ -101,7 +99,7 @@ class DoorServer:
                 {**config, "api_key": api_key},
                 name=name,
                 log_path=log_path,
-                env=dict.fromkeys(_PROXY_NAMES),
+                env=dict.fromkeys(PROXY_NAMES),
                 start_timeout=timeout,
             )
         except ChildDied as error:
@@ -120,26 +118,6 @@ class DoorServer:
             most_noise=most_noise,
         )
 
-    @property
-    def base_url(self) -> str:
-        return f"http://127.0.0.1:{self._port}/v1"
-
-    @property
-    def api_key(self) -> str:
-        return self._api_key
-
-    @property
-    def model(self) -> str:
-        return self._model
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
     def check(self) -> None:
         """Raises ``ServerError``, with the last log lines, if the server is gone."""
         if not self._child.alive:
@@ -154,9 +132,17 @@ class DoorServer:
 
         Raises:
             ServerError: the weights were refused, and the old ones are still served.
-            SwapNotProven: what is served now is not what the file holds.
+            SwapNotProven: what was served was not what the file holds; the message says what is served now.
         """
         before = None if probe is None else self.prompt_logprobs(probe.rows)
+        try:
+            report = self._swapped(weights, probe, before)
+        except SwapNotProven as error:
+            raise SwapNotProven(f"{error}; {self._go_back()}") from error
+        self._proven = weights
+        return report
+
+    def _swapped(self, weights: WeightsFile, probe: Probe | None, before: list[Float32] | None) -> SwapReport:
         salt = secrets.token_hex(8)
         row = _cacheable(probe, min(_CACHE_TOKENS, (self.max_model_len or _CACHE_TOKENS + 1) - 1))
         self._cached(row, salt)
@@ -169,6 +155,16 @@ class DoorServer:
         if verdict.proof == "digest":
             self._prove_by_digest(weights)
         return msgspec.structs.replace(report, proof=verdict.proof, max_difference=verdict.max_difference)
+
+    def _go_back(self) -> str:
+        """Have the weights before the last swap served again; what came of it, in words."""
+        if self._proven is None:
+            return f"it goes on with what it serves, as there is no file of the weights before version {self._version}"
+        try:
+            self.swap_unproven(self._proven)
+        except ServerError as error:
+            return f"the weights before it could not be put back: {error}"
+        return f"version {self._version} is served again"
 
     def swap_unproven(self, weights: WeightsFile) -> SwapReport:
         """The swap alone; the version is read back."""

@@ -127,6 +127,23 @@ def test_other_weights_are_caught(server: DoorServer, scripted_vllm: Any, make_p
         server.swap(weights(1), probe=make_probe(0, 1))
 
 
+def test_what_is_not_proven_is_taken_back(server: DoorServer, scripted_vllm: Any, make_probe: MakeProbe) -> None:
+    """Weights that were proven are loaded again where the next are not; before the first swap there are none to go back to."""
+    sound = scripted_vllm.takes
+    scripted_vllm.takes = lambda asked: 9
+    with pytest.raises(SwapNotProven, match="it goes on with what it serves, as there is no file of the weights before version 1"):
+        server.swap(weights(1), probe=make_probe(0, 1))
+    scripted_vllm.takes = lambda asked: 0
+    server.swap_unproven(weights(0))
+    scripted_vllm.takes = sound
+    server.swap(weights(1), probe=make_probe(0, 1))
+    taken = iter([9, 1])
+    scripted_vllm.takes = lambda asked: next(taken)
+    with pytest.raises(SwapNotProven, match=r"neither the old nor the new.*; version 1 is served again"):
+        server.swap(weights(2), probe=make_probe(1, 2))
+    assert (server.version, server.stats()["version"], scripted_vllm.weights) == (1, 1, 1)
+
+
 def test_a_stale_cache_is_caught(server: DoorServer, scripted_vllm: Any, make_probe: MakeProbe) -> None:
     """A prompt that was cached before the swap must not be found cached after it."""
     scripted_vllm.flushes = False
