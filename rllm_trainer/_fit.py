@@ -248,7 +248,7 @@ def _result(
     plan: RunPlan, before: Evaluation | None, after: Evaluation | None, found: TrainabilityReport, lines: list[Line], report: Report
 ) -> FitResult:
     rise = rise_of(before, after, seed=plan.settings.seed) if before is not None and after is not None else None
-    report.trainability(found, since=plan.state.step)
+    report.trainability(found, since=plan.done)
     if after is not None:
         report.evaluation("after", after.sampled.interval, after.greedy.interval if after.greedy else None, after.sampled.failures)
     if rise is not None:

@@ -18,6 +18,7 @@ import msgspec
 from rllm_trainer.advantages import require_greedy
 from rllm_trainer.checkpoint import new_run_dir, standing
 from rllm_trainer.cluster.refusals import ON_RAY, require_cluster, require_elsewhere
+from rllm_trainer.cluster.saved import saved_step
 from rllm_trainer.config import SettingRow, Settings, make_settings, table
 from rllm_trainer.correction import require_correction
 from rllm_trainer.engine.memory import free_memory, model_shape, require_memory
@@ -79,6 +80,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     resumed: bool
     """The run is continued: what it has on file counts."""
+    done: int
+    """Steps that it has taken by then; verl's trainer keeps them in checkpoints of its own, of which ``state`` does not know."""
     checkpoint: Path | None
     """What the engine continues from; None: it starts from the model."""
     facts: dict[str, str]
@@ -143,6 +146,7 @@ def plan_run(ask: Ask, report: Report) -> RunPlan:
         run_dir=run_dir,
         state=state,
         resumed=bool(ask.resume),
+        done=saved_step(run_dir) if settings.engine == "cluster" and ask.resume else state.step,
         checkpoint=checkpoint,
         facts=facts,
         rows=table(settings, ask.given),
@@ -290,9 +294,9 @@ def _facts(
 def _say(plan: RunPlan, binder: Binder, report: Report) -> None:
     report.settings(plan.rows, plan.facts)
     if plan.resumed:
-        report.note(f"continuing after step {plan.state.step}")
-        if plan.state.steps is not None and plan.state.step >= plan.state.steps:
-            report.warn(f"the run has taken {plan.state.step} steps, and there are {plan.state.steps} in all: nothing is left to train")
+        report.note(f"continuing after step {plan.done}")
+        if plan.state.steps is not None and plan.done >= plan.state.steps:
+            report.warn(f"the run has taken {plan.done} steps, and there are {plan.state.steps} in all: nothing is left to train")
     first = plan.tasks.tasks[0] if isinstance(plan.tasks, FixedTasks) else plan.tasks.first
     unused = binder.unused(first.row)
     if unused:

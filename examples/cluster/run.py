@@ -22,11 +22,16 @@ LAYOUTS: dict[int, dict[str, Any]] = {
         "cluster": {"nodes": 1, "gpus_per_node": 1, "offload": True},
         "lora": {"r": 32, "alpha": 64},
         "batch_tasks": 16,
+        "concurrency": 104,
+        "micro_batch_tokens": 4096,
         "verl": {"actor_rollout_ref.rollout.gpu_memory_utilization": 0.5},
     },
     8: {
         "cluster": {"nodes": 1, "gpus_per_node": 8, "rollout_tensor_parallel": 1, "offload": True},
+        "lr": 1e-6,
         "batch_tasks": 64,
+        "concurrency": 512,
+        "micro_batch_tokens": 8192,
         "verl": {"actor_rollout_ref.rollout.gpu_memory_utilization": 0.6},
     },
     64: {
@@ -39,8 +44,11 @@ LAYOUTS: dict[int, dict[str, Any]] = {
             "rollout_tensor_parallel": 2,
             "app_workers": 32,
         },
+        "lr": 1e-6,
         "staleness": 1,
         "batch_tasks": 256,
+        "concurrency": 4096,
+        "micro_batch_tokens": 16384,
         "verl": {"actor_rollout_ref.rollout.gpu_memory_utilization": 0.85},
     },
 }
@@ -65,7 +73,7 @@ def main() -> None:
     asked = parser.parse_args()
     if not asked.cpu and asked.model is None:
         parser.error("--model is needed: a Hugging Face folder that every node can read")
-    settings = CPU if asked.cpu else {"lr": 1e-6, "max_model_len": 4096, "max_tokens": 512, **LAYOUTS[asked.gpus]}
+    settings = CPU if asked.cpu else {"group_size": 8, "max_model_len": 4096, "max_tokens": 512, **LAYOUTS[asked.gpus]}
     result = fit(
         add_up,
         bills(4096, seed=0),

@@ -27,6 +27,7 @@ from rllm_trainer.serving._local.requests import Intake
 from rllm_trainer.serving._local.sampling import Sampled
 from rllm_trainer.serving._local.scheduler import Busy, Job, Stats
 from rllm_trainer.serving._local.spec import eos_token_ids, read_config
+from rllm_trainer.serving_settings import LocalSettings
 
 __all__ = ["Front", "ReplicaScheduler", "by_session"]
 
@@ -178,7 +179,11 @@ def _fits(_: int) -> bool:
 class Front:
     """One node's front. Made into an actor by whoever starts it; serves from ``start`` until its process ends."""
 
-    def __init__(self, model: str, *, name: str, max_len: int, client: Any, host: str, exact: bool) -> None:
+    def __init__(
+        self, model: str, *, name: str, max_len: int, client: Any, host: str, exact: bool, reads: LocalSettings | None = None
+    ) -> None:
+        """``reads``: how what the model writes is taken apart; None: as its chat template shows."""
+        reads = reads or LocalSettings()
         folder = Path(model)
         described = read_config(folder)
         self._name = name
@@ -191,8 +196,8 @@ class Front:
             eos=eos_token_ids(folder, described),
             max_len=max_len,
             chat_template=None,
-            tool_format=None,
-            thinks=False,
+            tool_format=reads.tool_format,
+            thinks=reads.reasoning is not None,
             continues=exact,
             fits=_fits,
         )

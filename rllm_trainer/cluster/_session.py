@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from rllm_trace.routing import Route
+from rllm_trainer.cluster.rows import Rows
 from rllm_trainer.config import Settings
 from rllm_trainer.credit_log import CreditLog
 from rllm_trainer.rollout.dataset import Task
@@ -43,10 +44,9 @@ class Session:
     settings: Settings
     model: Path
     run_dir: Path
-    order: Sequence[Task]
-    """Every task in the order in which it is drawn, batch after batch."""
     eval_tasks: Sequence[Task]
-    steps: int
+    steps: int | None
+    """In all; None: until the rows run out."""
     vocab_size: int
     max_model_len: int
     workers: Sequence[Any]
@@ -57,6 +57,8 @@ class Session:
     """``EventReport``."""
     log: RolloutLog
     credit: CreditLog
+    rows: Rows = field(init=False)
+    """Tasks by their position in the order in which they are drawn, batch after batch."""
     stop: threading.Event = field(default_factory=threading.Event)
     version: int = 0
     """Of the weights that replicas serve."""

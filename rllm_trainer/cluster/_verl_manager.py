@@ -1,5 +1,8 @@
 """verl's prompts in, our rollouts on Ray workers, rows in verl's queue out: the agent-loop manager that verl's configuration names.
 
+A rollout's step is that of the batch that its row was drawn with, whenever it runs: so its seed and its place on file stay the same
+where an interrupted run is continued, and no batch has a task twice.
+
 ``generate_sequences`` only starts; a thread coordinates each batch with the same code as everywhere (deadlines, retries, quorum), and a
 group's rows are written at once, when its last rollout has ended. verl's own bookkeeping never sees a rollout that is not whole.
 """
@@ -16,13 +19,14 @@ import numpy as np
 
 from rllm_trace.types import Episode
 from rllm_trainer.cluster._front import Front
-from rllm_trainer.cluster._ray_api import NodeAffinity, ray
+from rllm_trainer.cluster._ray_api import GetTimeoutError, NodeAffinity, ray
 from rllm_trainer.cluster._session import GroupRows, Session, current
 from rllm_trainer.cluster._verl_v1_api import list_of_dict_to_tensordict, torch, tq
 from rllm_trainer.cluster._verl_worker import TEMPERATURES
 from rllm_trainer.cluster.app_worker import FrontAddress
 from rllm_trainer.cluster.remote_runner import RemoteRunner
 from rllm_trainer.cluster.verl_rows import QueueRow, group_rows
+from rllm_trainer.exceptions import EngineError
 from rllm_trainer.plan import limits_of
 from rllm_trainer.preparation import make_samples
 from rllm_trainer.rollout.attempt import Conditions, Job, Outcome
@@ -46,7 +50,7 @@ class AgentLoopManager:
     def create(cls, config: Any, llm_client: Any, teacher_client: Any = None, reward_loop_worker_handles: Any = None) -> AgentLoopManager:
         """A front on each node that has app workers, and the runner over them."""
         session = current()
-        nodes = {place["node_id"] for place in ray.get([worker.place.remote() for worker in session.workers], timeout=_UP)}
+        nodes = {place["node_id"] for place in _answers([worker.place.remote() for worker in session.workers], "app workers")}
         alive = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         fronts: dict[str, Any] = {}
         for node in sorted(nodes):
@@ -62,9 +66,10 @@ class AgentLoopManager:
                     client=llm_client,
                     host=host,
                     exact=session.settings.continuation == "exact",
+                    reads=session.settings.local,
                 )
             )
-        addresses: list[FrontAddress] = ray.get([front.start.remote() for front in fronts.values()], timeout=_UP)
+        addresses: list[FrontAddress] = _answers([front.start.remote() for front in fronts.values()], "fronts of the nodes")
         session.runner = RemoteRunner(session.workers, limits_of(session.settings), fronts=dict(zip(fronts, addresses, strict=True)))
         return cls(session, list(fronts.values()))
 
@@ -77,11 +82,12 @@ class AgentLoopManager:
 
     def generate_sequences(self, prompts: Any) -> None:
         """Start the rollouts of these prompts; verl waits for their rows."""
-        step = int(prompts["global_steps"])
-        uids = [str(uid) for uid in _column(prompts, "uid")]
-        tasks = [self._session.order[int(position)] for position in _column(prompts, "position")]
-        for part in _without_repeats(list(zip(uids, tasks, strict=True))):
-            threading.Thread(target=self._run, args=(part, step), name=f"rllm-rollouts-{step}", daemon=True).start()
+        size = self._session.settings.batch_tasks
+        batches: dict[int, list[tuple[str, Task]]] = {}
+        for uid, position in zip(_column(prompts, "uid"), map(int, _column(prompts, "position")), strict=True):
+            batches.setdefault(position // size + 1, []).append((str(uid), self._session.rows.take(position)))
+        for batch, part in batches.items():
+            threading.Thread(target=self._run, args=(part, batch), name=f"rllm-rollouts-{batch}", daemon=True).start()
 
     def _run(self, prompts: Sequence[tuple[str, Task]], step: int) -> None:
         session = self._session
@@ -121,7 +127,10 @@ class AgentLoopManager:
         self._await(tq.async_kv_put(key=uid, partition_id=_TRAIN, tag={"status": "finished"}))
 
     def _await(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_QUEUE)
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result(_QUEUE)
+        except TimeoutError as error:
+            raise EngineError(f"verl's queue did not take the rows of a group within {_QUEUE:g} s; Ray's logs say what it does") from error
 
 
 class _Groups(Listener):
@@ -151,6 +160,15 @@ class _Groups(Listener):
 
     def hung(self, job: Job, reason: str, stack: str) -> None:
         self._session.events.hung(job, reason, stack)
+
+
+def _answers(asked: list[Any], what: str) -> list[Any]:
+    try:
+        return ray.get(asked, timeout=_UP)
+    except GetTimeoutError as error:
+        raise EngineError(
+            f"the {len(asked)} {what} did not all answer within {_UP:g} s; `ray list actors` says which do nothing"
+        ) from error
 
 
 def _fields(row: QueueRow, uid: str, step: int) -> dict[str, Any]:
@@ -199,14 +217,3 @@ def _column(prompts: Any, name: str) -> list[Any]:
     column = prompts[name]
     values = column.tolist() if hasattr(column, "tolist") else list(column)
     return [getattr(value, "data", value) if not isinstance(value, (int, str)) else value for value in values]
-
-
-def _without_repeats(prompts: list[tuple[str, Task]]) -> list[list[tuple[str, Task]]]:
-    """Cut so that no part has a task twice: a group is known by its task."""
-    parts: list[list[tuple[str, Task]]] = []
-    for uid, task in prompts:
-        part = next((part for part in parts if all(other.id != task.id for _, other in part)), None)
-        if part is None:
-            parts.append(part := [])
-        part.append((uid, task))
-    return parts

@@ -22,6 +22,7 @@ from rllm_trainer.cluster._verl_v1_api import (
     RolloutReplicaRegistry,
     ensure_async_iterator,
 )
+from rllm_trainer.cluster.verl_overrides import MOST_STEPS
 
 __all__ = ["AsyncBuffer", "CpuReplica", "CpuServerAdapter", "SyncBuffer", "TaskRows"]
 
@@ -31,15 +32,16 @@ _ACTOR = "rllm_cpu_replica_{rank}"
 
 
 class TaskRows(Dataset):
-    """The tasks of a run in the order in which they are drawn; verl's configuration names it as the data set."""
+    """Positions in the order in which a run's tasks are drawn; verl's configuration names it as the data set."""
 
     def __init__(
         self, data_files: Any = None, tokenizer: Any = None, config: Any = None, processor: Any = None, max_samples: int = -1
     ) -> None:
-        self._order = current().order
+        session = current()
+        self._length = (session.steps or MOST_STEPS) * session.settings.batch_tasks
 
     def __len__(self) -> int:
-        return len(self._order)
+        return self._length
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         return {"raw_prompt": [], "position": position, "data_source": "rllm", "reward_model": {}}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from omegaconf import OmegaConf, open_dict
 
-from rllm_trace.routing import Route
+from rllm_trace.routing import CallSites, Route
 from rllm_trainer.cluster._ray_api import ray
 from rllm_trainer.cluster._session import Session, begin
 from rllm_trainer.cluster._verl_compose import compose
@@ -23,8 +24,9 @@ from rllm_trainer.cluster.head import HeadPlan, HeadResult
 from rllm_trainer.cluster.liveness import Watch
 from rllm_trainer.cluster.ray_session import QUEUE
 from rllm_trainer.cluster.refusals import mode_of
+from rllm_trainer.cluster.rows import Rows, RowsRanOut
 from rllm_trainer.credit_log import CreditLog
-from rllm_trainer.exceptions import TooManyFaults, TrainerError
+from rllm_trainer.exceptions import EngineError, TooManyFaults, TrainerError
 from rllm_trainer.metrics import MetricsLog
 from rllm_trainer.rollout.record import RolloutLog
 from rllm_trainer.rollout.runner import RunInterrupted
@@ -32,6 +34,8 @@ from rllm_trainer.rollout.runner import RunInterrupted
 __all__ = ["train"]
 
 WEIGHTS_FILE = "model.safetensors"
+_STORE = "TransferQueueStorageUnit"
+"""Beginning of the names of the queue's actors that hold rows."""
 _DEATH_SEEN = 5.0
 """Seconds in which a death that made something else fail is seen."""
 
@@ -40,6 +44,7 @@ def train(plan: HeadPlan, workers: Sequence[Any], mailbox: Any) -> HeadResult:
     """Train. Raises what ended the run."""
     config = compose(plan.overrides, validate=False)
     session = begin(_session(plan, workers, mailbox))
+    session.rows = Rows(mailbox, ray.get, session.check)
     watch_stop(mailbox, ray.get, session.stop)
     with open_dict(config):
         config.transfer_queue.enable = True
@@ -56,12 +61,14 @@ def train(plan: HeadPlan, workers: Sequence[Any], mailbox: Any) -> HeadResult:
         manager = AgentLoopManager.create(
             config=config, llm_client=trainer.get_llm_client(), teacher_client=None, reward_loop_worker_handles=trainer.get_reward_handles()
         )
-        watch = Watch(_needed(trainer, manager), session.fail)
+        watch = Watch(_needed(trainer, manager), partial(_died, session))
         try:
             trainer.fit(manager)
         except RunInterrupted:
             stopped = True
             trainer.save_last_step()
+        except RowsRanOut:
+            trainer.end_with_the_rows()
         target = Path(plan.facts.run_dir) / "model"
         target.mkdir(parents=True, exist_ok=True)
         trainer.actor_rollout_wg.export_weights(str(target / WEIGHTS_FILE))
@@ -87,6 +94,11 @@ def train(plan: HeadPlan, workers: Sequence[Any], mailbox: Any) -> HeadResult:
         tq.close()
 
 
+def _died(session: Session, error: EngineError) -> None:
+    session.fail(error)
+    session.events.died(error)
+
+
 def _placed(trainer: Any) -> list[Any]:
     """The placement groups that verl has made: of the ranks, and of replicas that have devices of their own."""
     manager: Any = getattr(trainer, "resource_pool_manager", None)
@@ -106,11 +118,19 @@ def _placed(trainer: Any) -> list[Any]:
 def _needed(trainer: Any, manager: AgentLoopManager) -> dict[str, Any]:
     """Every actor without which the run cannot go on, under the name that its end is told by."""
     name, namespace = QUEUE
-    replicas = [handle for servers in trainer._rollout_server_managers() for handle in servers.server_handles]
+    managers = trainer._rollout_server_managers()
+    replicas = [handle for servers in managers for handle in servers.server_handles]
+    own: Any = getattr(trainer, "standalone_server_manager", None)
+    ranks = [rank for replica in own.get_replicas() for rank in replica.workers] if own is not None else []
+    balancers = [servers.global_load_balancer for servers in managers if getattr(servers, "global_load_balancer", None) is not None]
+    stores = sorted(found for found in ray.util.list_named_actors() if found.startswith(_STORE))
     return {
         **{f"training rank {rank} on Ray": handle for rank, handle in enumerate(trainer.actor_rollout_wg.workers)},
         **{f"rollout replica {number} on Ray": handle for number, handle in enumerate(replicas)},
+        **{f"rollout rank {rank} on Ray": handle for rank, handle in enumerate(ranks)},
+        **{f"load balancer {number} on Ray": handle for number, handle in enumerate(balancers)},
         **{f"front {number} on Ray": handle for number, handle in enumerate(manager.fronts)},
+        **{f"store {number} of verl's queue on Ray": ray.get_actor(found) for number, found in enumerate(stores)},
         "verl's queue on Ray": ray.get_actor(name, namespace=namespace),
     }
 
@@ -124,7 +144,6 @@ def _session(plan: HeadPlan, workers: Sequence[Any], mailbox: Any) -> Any:
         settings=msgspec.structs.replace(settings, max_model_len=facts.max_model_len),
         model=Path(facts.model),
         run_dir=run_dir,
-        order=plan.order,
         eval_tasks=plan.eval_tasks,
         steps=facts.steps,
         vocab_size=vocab,
@@ -138,6 +157,7 @@ def _session(plan: HeadPlan, workers: Sequence[Any], mailbox: Any) -> Any:
             sampling=settings.sampling or {},
             constrained=settings.constrained,
             call_timeout=settings.call_timeout,
+            sites=CallSites(),  # marks calls to be counted; each worker counts its own
         ),
         events=EventReport(mailbox, MetricsLog(run_dir, resume_after=resume_after)),
         log=RolloutLog(run_dir),

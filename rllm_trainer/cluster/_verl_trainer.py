@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import add
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,8 +19,11 @@ import numpy as np
 from rllm_trainer.checkpoint import write_json
 from rllm_trainer.cluster._ray_api import ray
 from rllm_trainer.cluster._session import GroupRows, Session, current
+from rllm_trainer.cluster._verl_client import CarryingClient
+from rllm_trainer.cluster._verl_drawing import Drawing
 from rllm_trainer.cluster._verl_head_engine import HeadEngine
 from rllm_trainer.cluster._verl_loss import DENOMINATOR, GAP_MAX, IS_WEIGHTS, WEIGHTS, RowLoss
+from rllm_trainer.cluster._verl_saving import Saving
 from rllm_trainer.cluster._verl_v1_api import (
     KVBatchMeta,
     PPOTrainerColocateAsync,
@@ -78,13 +80,15 @@ _UPDATE_FIELDS = (
 )
 
 
-class _OurSteps:
+class _OurSteps(Drawing, Saving):
     """Mixed into verl's trainers, before them."""
 
     config: Any
     global_steps: int
     actor_rollout_wg: Any
     agent_loop_manager: Any
+    llm_server_manager: Any
+    standalone_server_manager: Any
     use_reference_policy: bool
     role_worker_mapping: dict[Any, Any]
     train_dataloader: Any
@@ -103,8 +107,6 @@ class _OurSteps:
         self._groups: list[GroupRows] = []
         self._prepared: Prepared | None = None
         self._began = time.monotonic()
-        self._drawn: Any = None
-        """verl's place in the rows, before those of the step that runs."""
 
     def _init_resource_pool_mgr(self) -> None:
         verls: Any = super()
@@ -114,6 +116,15 @@ class _OurSteps:
             if role in self.role_worker_mapping:
                 self.role_worker_mapping[role] = ray.remote(ours)
 
+    def get_llm_client(self) -> Any:
+        """What fronts ask for replies; where weights move meanwhile, it goes on with those that an update cut short."""
+        mode = mode_of(self.session.settings)
+        if mode == "sync":
+            verls: Any = super()
+            return verls.get_llm_client()
+        manager = self.standalone_server_manager if mode == "separate_async" else self.llm_server_manager
+        return manager.get_client(client_cls=CarryingClient)
+
     def on_init_end(self) -> None:
         self.actor_rollout_wg.set_loss_fn(row_loss(self.session))
         verls: Any = super()
@@ -121,6 +132,8 @@ class _OurSteps:
         self.session.version = self.global_steps
 
     def on_train_begin(self) -> None:
+        self._step_is_whole(self.global_steps - 1)
+        self._go_on_drawing()
         self._evaluator = self.session.events.evaluator(self.session)
         path = self.session.run_dir / "before.json"
         if self._evaluator is not None and path.exists():
@@ -135,7 +148,7 @@ class _OurSteps:
     def on_step_begin(self) -> None:
         self.session.check()
         self._began = time.monotonic()
-        self._drawn = self.train_dataloader.state_dict()
+        self._require_rows()
         verls: Any = super()
         verls.on_step_begin()
 
@@ -143,17 +156,15 @@ class _OurSteps:
         verls: Any = super()
         verls.on_step_end()
         self.session.version = self.global_steps
+        self._step_is_whole(self.global_steps)
 
-    def save_last_step(self) -> None:
-        """A checkpoint of the last whole step, after a stop; the rows that were drawn since are drawn again."""
-        self.global_steps -= 1
-        folder = Path(str(self.config.trainer.default_local_dir)) / f"global_step_{self.global_steps}"
-        if self.global_steps < 1 or folder.exists():
-            return
-        verls: Any = super()
-        verls._save_checkpoint()
-        if mode_of(self.session.settings) == "sync":
-            torch.save(self._drawn, folder / "data.pt")
+    def end_with_the_rows(self) -> None:
+        """What is due after the last step, which was not known to be the last one."""
+        self.save_last_step()
+        self.session.events.note(f"the rows ran out after step {self.global_steps}")
+        if self._evaluator is not None:
+            self.last_evaluation = found = self._evaluate_all(self.global_steps, greedy=True)
+            self.session.events.ended_with(self.global_steps, found)
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         """Rows are only made to fill the ranks: the whole batch is one optimizer step."""
@@ -228,12 +239,14 @@ class _OurSteps:
         line = rollout_measures(groups, seconds, faults=session.settings.faults) | sample_measures(counters, seconds) | found.metrics()
         line |= {name: float(value) for name, value in metrics.items() if hasattr(value, "__float__")}
         line |= {f"timing_s/{name}": float(value) for name, value in timing_raw.items()}
-        line |= self._evaluate(global_steps)
-        line |= {"seconds": time.monotonic() - self._began, "version": float(session.version)}
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         notes = [f"{sentence}: {count}" if count > 1 else sentence for sentence, count in session.notes.items()]
         session.notes.clear()
-        session.events.step(global_steps, line, losses_of(rollouts, counters, notes, found))
+        try:
+            line |= self._evaluate(global_steps)
+        finally:
+            line |= {"seconds": time.monotonic() - self._began, "version": float(session.version)}
+            session.events.step(global_steps, line, losses_of(rollouts, counters, notes, found))
 
     def _trainability(self, *, version: int) -> TrainabilityReport:
         """What became of the step's tokens; the run's table is written anew."""
@@ -251,13 +264,18 @@ class _OurSteps:
 
     def _evaluate(self, step: int) -> dict[str, float]:
         every = self.session.settings.eval_every
-        last = step >= self.session.steps
+        last = self.session.steps is not None and step >= self.session.steps
         if self._evaluator is None or not (last or (every is not None and step % every == 0)):
             return {}
-        found = self._evaluator.run(step=step, version=self.session.version, greedy=last and self.session.settings.eval_greedy)
+        found = self._evaluate_all(step, greedy=last)
         if last:
             self.last_evaluation = found
         return {EVAL_SAMPLED: found.sampled.mean}
+
+    def _evaluate_all(self, step: int, *, greedy: bool) -> Evaluation:
+        settings = self.session.settings
+        found: Evaluation = self._evaluator.run(step=step, version=self.session.version, greedy=greedy and settings.eval_greedy)
+        return found
 
     def _collected(self, batch: Any) -> list[GroupRows]:
         """The groups of a batch, in the order of their tasks; those of before an interruption are read from file."""

@@ -11,6 +11,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pickle import PicklingError
 from typing import Any
 
 import msgspec
@@ -51,6 +52,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any]
     fronts: dict[str, FrontAddress]
     """Node id -> its front; empty: ``route`` has the address."""
+    counted: bool
+    """Its calls are those of a call site of training; an evaluation's are not."""
 
 
 class AppWorker:
@@ -107,13 +110,12 @@ class AppWorker:
         route = assignment.route
         if route is None:
             return None
+        route = msgspec.structs.replace(route, sites=self._sites if assignment.counted else None)
         front = _nearest(assignment.fronts, self._node_id)
         if front is None:
-            return msgspec.structs.replace(route, sites=self._sites)
+            return route
         session = secrets.token_hex(8)  # every call of this attempt goes to one replica
-        return msgspec.structs.replace(
-            route, base_url=f"{front.url}/s/{session}/v1", api_key=front.api_key, model=front.model, sites=self._sites
-        )
+        return msgspec.structs.replace(route, base_url=f"{front.url}/s/{session}/v1", api_key=front.api_key, model=front.model)
 
 
 def packed_app(app: Callable[..., Any], rewards: RewardPlan) -> bytes:
@@ -124,7 +126,7 @@ def packed_app(app: Callable[..., Any], rewards: RewardPlan) -> bytes:
     """
     try:
         return bytes(ray_api().cloudpickle.dumps((app, rewards)))
-    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (TypeError, ValueError, AttributeError, RecursionError, PicklingError) as error:
         raise SettingError(
             f"the app or a reward cannot be carried to Ray's workers: {error}; make what it needs inside the function, or in a module"
         ) from error

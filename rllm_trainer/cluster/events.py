@@ -1,19 +1,23 @@
 """What happens in verl's process in, what the user's process prints out: a small actor between the two, and both its ends.
 
 The head never prints. Its report has the methods of ``Report``; each call is a message, and the user's process plays it back on the
-real one. The other way, the mailbox says whether the run is to be stopped.
+real one. The other way, the mailbox says whether the run is to be stopped, and hands on the rows that the user's process draws.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
+
+import msgspec
 
 from rllm_trace.routing import CallSite
 from rllm_trainer.evaluation import Evaluation, Evaluator
+from rllm_trainer.exceptions import EngineError
 from rllm_trainer.measures import evaluation_measures
 from rllm_trainer.metrics import Line, MetricsLog
 from rllm_trainer.report import Losses, Report
@@ -23,17 +27,23 @@ from rllm_trainer.types import Rollout
 __all__ = ["EventReport", "Mailbox", "play", "watch_stop"]
 
 _MOST = 10_000
+_DIED = "died"
 _LOOK = 1.0
 
 
 class Mailbox:
-    """An actor: events of the head, in order, until they are taken; and the wish to stop."""
+    """An actor: events of the head, in order, until they are taken; rows for it, until it takes them; and the wish to stop."""
 
     def __init__(self) -> None:
         self._events: list[tuple[str, tuple[Any, ...]]] = []
         self._dropped = 0
         self._stop = False
         self._held: list[Any] = []
+        self._rows: list[bytes] = []
+        self._over = False
+        self._come = asyncio.Event()
+        self._wanted = 0
+        self._asked = asyncio.Event()
 
     async def put(self, name: str, arguments: tuple[Any, ...]) -> None:
         """One event; beyond ten thousand that nobody takes, they are counted instead."""
@@ -57,6 +67,32 @@ class Mailbox:
     async def held(self) -> list[Any]:
         """Those that the user's process gives back."""
         return self._held
+
+    async def rows(self, wanted: int, within: float) -> tuple[list[bytes], bool]:
+        """Packed rows that have come since the last call, and whether there are no others; waits for so many seconds at most.
+
+        ``wanted``: how many in all the head is about to use.
+        """
+        self._wanted = max(self._wanted, wanted)
+        self._asked.set()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._come.wait(), within)
+        self._come.clear()
+        rows, self._rows = self._rows, []
+        return rows, self._over
+
+    async def wanted(self, more_than: int) -> int:
+        """How many rows the head wants in all, once that is more than this: a question that the user's process has open."""
+        while self._wanted <= more_than:
+            self._asked.clear()
+            await self._asked.wait()
+        return self._wanted
+
+    async def give(self, rows: bytes, over: bool) -> None:
+        """Packed rows for the head, and whether they are the last."""
+        self._rows.append(rows)
+        self._over = over
+        self._come.set()
 
     async def stop(self) -> None:
         """The run is to end at its next step."""
@@ -100,6 +136,10 @@ class EventReport:
         greedy = found.greedy.interval if found.greedy is not None else None
         self._send("evaluation", "before", found.sampled.interval, greedy, found.sampled.failures)
 
+    def ended_with(self, step: int, found: Evaluation) -> None:
+        """The evaluation after the last step, where it was not known to be the last one: a line of its own."""
+        self._metrics.write(step, evaluation_measures(found))
+
     def evaluator(self, session: Any) -> Evaluator | None:
         """Over the run's fixed rows; None where there are none."""
         if not session.eval_tasks:
@@ -108,13 +148,17 @@ class EventReport:
         return Evaluator(
             session.eval_tasks,
             session.runner,
-            session.route,
+            msgspec.structs.replace(session.route, sites=None),
             n=session.settings.eval_n,
             seed=session.settings.seed,
             log=session.log,
             report=report,
             stop=session.stop,
         )
+
+    def died(self, error: EngineError) -> None:
+        """Something without which the run cannot go on is gone: the head ends with this, unless verl waits for it there without end."""
+        self._send(_DIED, error)
 
     @contextmanager
     def batch(self, what: str, total: int) -> Generator[Callable[[Rollout], None]]:
@@ -125,14 +169,18 @@ class EventReport:
         self._mailbox.put.remote(name, arguments)
 
 
-def play(events: Sequence[tuple[str, tuple[Any, ...]]], report: Report, *, steps: int | None) -> None:
-    """The head's messages on the user's report."""
+def play(events: Sequence[tuple[str, tuple[Any, ...]]], report: Report, *, steps: int | None) -> EngineError | None:
+    """The head's messages on the user's report. Gives what has died, where one says that something has."""
+    died: EngineError | None = None
     for name, arguments in events:
-        if name == "step":
+        if name == _DIED:
+            died = died or arguments[0]
+        elif name == "step":
             line, losses = arguments
             report.step(line, losses, steps=steps)
         else:
             getattr(report, name)(*arguments)
+    return died
 
 
 def watch_stop(mailbox: Any, get: Callable[[Any], Any], stop: threading.Event) -> None:

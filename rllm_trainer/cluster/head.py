@@ -27,8 +27,6 @@ class HeadPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     settings: Settings
     facts: Facts
-    order: list[Task]
-    """Every task in the order in which it is drawn, as many as all steps take."""
     eval_tasks: list[Task]
     overrides: list[str]
     done: int

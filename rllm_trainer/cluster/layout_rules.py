@@ -11,7 +11,7 @@ from typing import Any
 from rllm_trainer.cluster.layout import ClusterLayout, Mode
 from rllm_trainer.exceptions import SettingError
 
-__all__ = ["require_device", "require_sizes"]
+__all__ = ["require_device", "require_micro_batch", "require_sizes"]
 
 _R, _A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 _OF_A_REPLICA = (f"{_R}.data_parallel_size", f"{_R}.pipeline_model_parallel_size")
@@ -59,6 +59,22 @@ def require_device(layout: ClusterLayout, device: str) -> None:
         raise SettingError(f"cluster: got strategy='megatron' with {found}: it trains on accelerators only; use 'fsdp2'")
     if layout.offload:
         raise SettingError(f"cluster: offload=True would have no effect with {found}: host memory is all that there is; leave it out")
+
+
+def require_micro_batch(tokens: int | None, longest: int, passed: Mapping[str, Any]) -> None:
+    """Raises ``SettingError`` where verl could not put the longest row into a micro-batch: it would find that out in the middle of a run.
+
+    Args:
+        tokens: ``micro_batch_tokens``; None: as many as the longest row has, or more.
+        longest: most tokens of a row.
+    """
+    sizes = {name.lstrip("+"): value for name, value in passed.items() if isinstance(value, int)}
+    together = max(sizes.get(name, 1) for name in _OF_FSDP[:2])
+    if tokens is not None and tokens * together < longest:
+        raise SettingError(
+            f"micro_batch_tokens={tokens} has no room for a row of max_model_len={longest} tokens, and verl does not cut rows; "
+            f"set micro_batch_tokens={-(-longest // together)} or more, or a smaller max_model_len"
+        )
 
 
 def _require_replicas(layout: ClusterLayout, mode: Mode, sizes: Mapping[str, int]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import msgspec
 
-from rllm_trace.routing import CallSite, CallSites
+from rllm_trace.routing import CallSite
 from rllm_trainer.cluster.app_worker import Assignment, FrontAddress
 from rllm_trainer.cluster.loading import ray_api
 from rllm_trainer.rollout.attempt import Attempt, Conditions, Job, Outcome
@@ -114,16 +114,13 @@ class RemoteAttempt(Attempt):
 class RemoteRunner(Runner):
     """Runs one app in many workers; ``run`` is ``Runner``'s."""
 
-    def __init__(
-        self, workers: Sequence[Any], limits: Limits, *, fronts: Mapping[str, FrontAddress] | None = None, sites: CallSites | None = None
-    ) -> None:
+    def __init__(self, workers: Sequence[Any], limits: Limits, *, fronts: Mapping[str, FrontAddress] | None = None) -> None:
         self.limits = limits
         self.places = Places(limits.concurrency)
         self.workers = [Worker(handle, f"app worker {number}") for number, handle in enumerate(workers)]
         self._fronts = dict(fronts or {})
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._sites = sites
 
     def attempt(self, job: Job, number: int, conditions: Conditions, ended: Callable[[Attempt, Outcome], None]) -> Attempt:
         version = conditions.served()
@@ -136,6 +133,7 @@ class RemoteRunner(Runner):
             version=version,
             metadata=dict(conditions.metadata),
             fronts=self._fronts,
+            counted=conditions.route is not None and conditions.route.sites is not None,
         )
         attempt = RemoteAttempt(assignment, self._least(), version, ended, self._leave)
         attempt.send()

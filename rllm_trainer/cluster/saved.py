@@ -6,14 +6,16 @@ empty, and the checkpoint that was written last is whole: the number is written 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
-__all__ = ["checkpoints_of", "saved_step"]
+__all__ = ["checkpoints_of", "refusal_of", "saved_step"]
 
 _FOLDER = "checkpoints"
 _LATEST = "latest_checkpointed_iteration.txt"
 _STEP = "global_step_"
+_PROBE, _PROBE_BYTES = ".probe", 1 << 20
 _ROWS = "data.pt"
 """verl's place in the rows, written after the weights."""
 
@@ -38,6 +40,22 @@ def saved_step(run_dir: Path) -> int:
     else:
         latest.unlink()  # verl would read no number, and end
     return step
+
+
+def refusal_of(folder: Path) -> OSError | None:
+    """What the disk says of a file of a megabyte there; None: it takes it."""
+    probe = folder / _PROBE
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    return None
 
 
 def _replace(path: Path, text: str) -> None:

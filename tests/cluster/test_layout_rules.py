@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rllm_trainer.cluster.layout import ClusterLayout
-from rllm_trainer.cluster.layout_rules import require_device
+from rllm_trainer.cluster.layout_rules import require_device, require_micro_batch
 from rllm_trainer.cluster.refusals import require_cluster
 from rllm_trainer.config import make_settings
 from rllm_trainer.exceptions import SettingError
@@ -101,3 +101,12 @@ def test_a_device_that_ray_has_found_is_named_as_such() -> None:
         require_device(ClusterLayout(rollout="vllm"), "cpu")
     require_device(ClusterLayout(rollout="vllm"), "cuda")
     require_device(ClusterLayout(), "cpu")
+
+
+def test_a_micro_batch_has_room_for_the_longest_row() -> None:
+    """verl asserts it in the middle of a run; sequence parallelism gives each rank a part of a row."""
+    words = r"micro_batch_tokens=512 has no room for a row of max_model_len=4096 tokens, .*; set micro_batch_tokens=4096 or more"
+    with pytest.raises(SettingError, match=words):
+        require_micro_batch(512, 4096, {})
+    for tokens, passed in ((None, {}), (4096, {}), (512, {f"{FSDP}.ulysses_sequence_parallel_size": 8})):
+        require_micro_batch(tokens, 4096, passed)
