@@ -44,8 +44,8 @@ _USAGE: Final = b'"usage":{'
 _IDS_KEY: Final = b"token_ids"
 _CONTENT: Final = b'"content"'
 _TEXT_KEY: Final = _CONTENT + b':"'
-_INSIDE: Final = re.compile(rb'[^"\\\n]*(?:\\[^\n][^"\\\n]*)*')
-"""What stands between the quotes of a JSON text."""
+_INSIDE: Final = re.compile(rb'[^"\\\n]*(?:\\(?:[^\nu]|u[0-9A-Fa-f]{4})[^"\\\n]*)*')
+"""What stands between the quotes of a JSON text, and stays what it is beside another."""
 _MAX_LATER: Final = 4 * 1024 * 1024
 """Bytes that are kept to be read later."""
 _MAX_EVENTS: Final = 8_192
@@ -78,7 +78,7 @@ class _Layout:
         if event[after : after + 1] != b'"':
             return None
         if start < 0:
-            return cls(event[:at], None, event[after:], merges=_says_only_text(event))
+            return cls(event[:at], None, event[after:], merges=_says_only_text(event, event[at:after]))
         return cls(event[:at], event[after:start], event[end:], merges=False)
 
     def shown(self, event: bytes) -> bytes | None:
@@ -117,16 +117,16 @@ class _Run(NamedTuple):
         return self.layout.merged(self.events)
 
 
-def _says_only_text(event: bytes) -> bool:
-    """Whether nothing of the event but the text of one choice is added to what was there before."""
+def _says_only_text(event: bytes, text: bytes) -> bool:
+    """Whether nothing of the event but ``text``, the text of one choice, is added to what was there before."""
     try:
-        body = read_body(event[len(_SIMPLE) :])
+        body, told = read_body(event[len(_SIMPLE) :]), msgspec.json.decode(b'"' + text + b'"')
     except UNREADABLE:
         return False
     if body.choices is None or len(body.choices) != 1 or event.count(_CONTENT) != 1 or body.error:
         return False
     choice, delta = body.choices[0], body.choices[0].delta
-    if delta is None or not isinstance(delta.content, str) or choice.text or choice.finish_reason is not None:
+    if delta is None or delta.content != told or choice.text or choice.finish_reason is not None:
         return False
     others = (delta.refusal, delta.reasoning_content, delta.reasoning, delta.tool_calls, delta.function_call)
     return not any(others) and (not choice.logprobs or bytes(choice.logprobs) == b"null")
@@ -182,7 +182,7 @@ class EventReader:
     def _feed(self, chunk: bytes) -> bytes:
         if not self.done:
             self._keep_for_later(chunk)
-        if not self._pending and chunk[:6] == _SIMPLE:
+        if not self._pending and not self.done and chunk[:6] == _SIMPLE:
             seen = self._simply(chunk) if self._strips else chunk if self._is_simple(chunk) else None
             if seen is not None:
                 return seen

@@ -110,6 +110,7 @@ BESIDE_THE_TEXT: list[tuple[str, str]] = [
     ('{"extra":{"content":"%s"},"content":"b"}', "null"),
     ('{"extra":{"content":"%s"}, "content" : "b"}', "null"),
     ('{"content":"%s","content":"b"}', "null"),
+    ('{"content":"%s","\\u0063ontent":"b"}', "null"),
     ('{"content":"%s"}', '{"content":null,"refusal":null}'),
 ]
 
@@ -140,6 +141,29 @@ def test_a_text_that_no_one_can_read_takes_no_other_with_it() -> None:
         reader.feed((event % text).encode())
     reply = reader.reply()
     assert (reply.choices[0].text, reply.fault) == ("abc", "response unreadable")
+
+
+def test_an_escape_that_an_event_breaks_off_does_not_go_on_in_the_next() -> None:
+    """``\\u12`` is no JSON, for the client neither: its event is unreadable, and the digits that follow are the text that they are."""
+    event = 'data: {"id":"c","choices":[{"index":0,"delta":{"content":"%s"},"logprobs":null,"finish_reason":null}]}\n\n'
+    reader = EventReader(ASKED_BY_US)
+    for text in ("a", "b", "\\u12", "34", "c"):
+        reader.feed((event % text).encode())
+    reply = reader.reply()
+    assert (reply.choices[0].text, reply.fault) == ("ab34c", "response unreadable")
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_what_comes_after_the_end_is_no_part_of_the_reply(keep: Keep) -> None:
+    """The client reads nothing behind ``[DONE]``, and the record may be under way by then."""
+    event = 'data: {"id":"c","choices":[{"index":0,"delta":{"content":"%s"},"logprobs":null,"finish_reason":null}]}\n\n'
+    reader = EventReader(keep)
+    for text in ("a", "b"):
+        reader.feed((event % text).encode())
+    reader.feed(b"data: [DONE]\n\n")
+    for text in ("c", "d", "e"):
+        reader.feed((event % text).encode())
+    assert reader.reply().choices[0].text == "ab"
 
 
 @settings(max_examples=200, deadline=None)
