@@ -61,6 +61,13 @@ def test_what_is_packed_otherwise_is_not_written_to(rows: int, width: int, parts
     assert not Linear(torch.randn(rows, width)).takes(parts)
 
 
+def test_values_that_say_nothing_of_the_layout_are_no_evidence() -> None:
+    """A matrix of zeros looks alike however it is packed; what is known of its shape is found out on another."""
+    assert not Linear(torch.zeros(192, 48)).takes([192])
+    assert Linear(torch.randn(192, 48)).takes([192])
+    assert Linear(torch.zeros(192, 48)).takes([192])
+
+
 def test_two_sets_take_turns(folder: Path, tmp_path: Path) -> None:
     """However often weights change, there are two sets; each holds its own file, bit for bit, while the other is written."""
     loader = NativeLoader(folder, read_spec(read_config(folder)))  # pyright: ignore[reportArgumentType]

@@ -2,14 +2,13 @@
 
 For a handful of rows, packing a matrix anew at every product costs as much as the product; packed once, a decode step over 8 sequences
 takes half the time. The packed matrix gives its plain one back bit for bit, so what is served can be hashed. Where the layout is the one
-that we know (found out once a shape, by packing a matrix whose values differ), other values are written into the same memory, which
-takes half as long as having oneDNN pack them.
+that we know (found out once a shape, on the first matrix that is packed), other values are written into the same memory, which takes half
+as long as having oneDNN pack them.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -28,10 +27,8 @@ _PANEL = 64
 """Rows that lie side by side in the layout that we know, (out / 64, in, 64): oneDNN's on AVX2 and AVX-512."""
 _AT_ONCE = 16 * _PANEL
 """Rows that are transposed at a time: they stay in the cache until they are copied."""
-_DIFFERENT = 16_777_213
-"""As many whole numbers are told apart in float32 (a prime below 2**24)."""
 _in_panels: dict[tuple[int, ...], bool] = {}
-_finding_out = threading.Lock()
+"""What was found out, by shape."""
 
 
 def _packing_available() -> bool:
@@ -47,7 +44,7 @@ class Linear:
         self._packed = _packing_available()
         self._weight: Tensor = _pack(weight) if self._packed else weight.clone()
         self._op: Any = cast("Any", torch.ops.mkldnn)._linear_pointwise if self._packed else None
-        self._panels = _memory(self._weight) if self._packed and _lies_in_panels(self.shape) else None
+        self._panels = _panels_of(weight, self._weight) if self._packed else None
         """(out / 64 * in * 64), the packed matrix's own memory; None where its layout is not the one that we know."""
 
     def __call__(self, x_NI: Tensor) -> Tensor:
@@ -103,21 +100,21 @@ def _as_panels(rows_RI: Tensor) -> Tensor:
     return cast("Any", torch).native_channel_shuffle(pixels, _PANEL).permute(0, 2, 3, 1).reshape(-1)
 
 
-def _lies_in_panels(shape: tuple[int, ...]) -> bool:
-    """Whether oneDNN packs matrices of this shape as ``_as_panels`` does."""
-    with _finding_out:
-        if shape not in _in_panels:
-            _in_panels[shape] = _found_in_panels(*shape)
-        return _in_panels[shape]
-
-
-def _found_in_panels(rows: int, width: int) -> bool:
+def _panels_of(weight: Tensor, packed: Tensor) -> Tensor | None:
+    """The memory of the packed matrix, where oneDNN has packed it as ``_as_panels`` does."""
+    rows, width = weight.shape
     if rows % _PANEL or not hasattr(torch.ops.mkldnn, "data_ptr"):
-        return False
-    told_apart = torch.arange(rows * width).remainder_(_DIFFERENT).to(torch.float32).view(rows, width)
-    packed = _pack(told_apart)
+        return None
     memory = _memory(packed)
-    return len(memory) == told_apart.numel() and torch.equal(memory, _as_panels(told_apart))
+    if weight.shape not in _in_panels:
+        same = len(memory) == weight.numel() and all(
+            torch.equal(memory[start * width : (start + _AT_ONCE) * width], _as_panels(weight[start : start + _AT_ONCE]))
+            for start in range(0, rows, _AT_ONCE)
+        )
+        if same and torch.equal(memory[: _PANEL * width], weight[:_PANEL].reshape(-1)):
+            return None  # transposed or not, these values are the same: they say nothing of others
+        _in_panels[weight.shape] = same
+    return memory if _in_panels[weight.shape] else None
 
 
 def all_finite(tensor: Tensor) -> bool:
