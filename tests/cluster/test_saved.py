@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rllm_trainer.cluster.saved import saved_step
+from rllm_trainer.cluster.saved import refusal_of, saved_step
 
 
 def checkpoint(run_dir: Path, step: int, *, at: int, rows: bool = True) -> Path:
@@ -43,3 +43,12 @@ def test_a_number_without_a_checkpoint_is_none(tmp_path: Path) -> None:
     latest.write_text("")
     assert saved_step(tmp_path) == 0
     assert not latest.exists()
+
+
+def test_a_disk_that_takes_a_file_refuses_nothing(tmp_path: Path) -> None:
+    """And one that does not says why; nothing is left of the question."""
+    assert refusal_of(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+    refusal = refusal_of(tmp_path / "nowhere")
+    assert refusal is not None
+    assert refusal.strerror == "No such file or directory"
