@@ -29,7 +29,7 @@ _CPUS_A_RANK = 8
 """Promised where this process starts Ray on a machine without accelerators: promises, not cores."""
 _CPUS_OF_A_RANK, _CPUS_OF_A_ROLLOUT_RANK = 3, 2
 _CPUS_OF_THE_HEAD = 3
-"""verl's: what each rank, and each rank that only rolls out, sets aside; the head, its rewards and its queue; a node's store has one."""
+"""verl's: what each rank, and each rank that only rolls out, sets aside; the head and its queue, one to spare; a node's store has one."""
 _FREED = 30.0
 """Seconds in which what a run has left is given back."""
 _POLL = 0.25

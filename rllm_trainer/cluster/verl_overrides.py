@@ -260,7 +260,7 @@ def _trainer(settings: Settings, facts: Facts, mode: Mode) -> dict[str, Any]:
     entries: dict[str, Any] = {
         "algorithm.adv_estimator": "grpo",  # its name is not read: credit is ours
         "algorithm.use_kl_in_reward": False,
-        "reward.num_workers": 1,
+        "reward.num_workers": 0,  # rewards are the app's: verl's workers would have nothing to do
         "trainer.device": facts.device,
         "trainer.nnodes": settings.cluster.nodes,
         "trainer.n_gpus_per_node": settings.cluster.gpus_per_node,
