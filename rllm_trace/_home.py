@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+from rllm_trace import _pool_watch
 from rllm_trace._context import current
 from rllm_trace._episode import IDLE
 from rllm_trace._guard import counters, guard
@@ -116,7 +117,7 @@ def look_for_lost() -> None:
         ended = [number for number, has_ended in _home.expected.items() if has_ended()]
         for number in ended:
             del _home.expected[number]
-    counters.add("dropped", LOST, len(ended))
+    counters.add("dropped", LOST, len(ended) + _pool_watch.newly_dead())
 
 
 def forget(number: str) -> bool:
@@ -145,7 +146,7 @@ def ended_here() -> list[str]:
         ended = [number for number, has_ended in _home.passed_on.items() if has_ended()]
         for number in ended:
             del _home.passed_on[number]
-    return ended
+    return ended + [sources.span_id() for _ in range(_pool_watch.newly_dead())]
 
 
 def _received(number: str, lost: int, ended: list[str]) -> None:
@@ -170,6 +171,7 @@ def _in_forked_child() -> None:
     _home.lock = threading.RLock()
     for numbers in (_home.expected, _home.passed_on, _home.arrived):
         numbers.clear()
+    _pool_watch.reset()
     if receiver is None:
         return
     at = Address(endpoint=receiver.http_endpoint, token=receiver.token)

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-from rllm_trace import _home
+from rllm_trace import _home, _pool_watch
 from rllm_trace._context import Carried, capture, current
 from rllm_trace._episode import IDLE
 from rllm_trace._guard import guard
@@ -103,6 +103,9 @@ def _wrap_start(original: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(original)
     def start(self: Any) -> None:
         handover = _handed_over() if _patches.active else None
+        if _patches.active:
+            with guard("pool"):
+                _pool_watch.started(self)
         if handover is None:
             return original(self)
         if str(getattr(getattr(self, "_target", None), "__module__", "")).startswith(_OWN_MODULES):
@@ -173,6 +176,9 @@ def _wrap_pool(original: Callable[..., Any]) -> Callable[..., Any]:
         handover = _handed_over() if not stays and _patches.active else None
         if values is None and handover is None:
             return original(self, func, *args, **kwargs)
+        if handover is not None:
+            with guard("pool"):
+                _pool_watch.watch(self)
         return original(self, CarriedTask(func, handover, None, values), *args, **kwargs)
 
     return method

@@ -1,9 +1,9 @@
 """How a rollout ended in, whose fault it was out.
 
 Infrastructure faults (our deadline, a 5xx, a broken connection, an answer of the policy's server that is none, a machine out of memory,
-files, threads or disk) and the app's own (it failed before its first exact call) leave the gradient, not the denominators. What the policy
-caused (the context ran over, a step limit, an action that could not be parsed) is trained, with the reward function's word or 0. Only
-infrastructure faults that raised, or left the app without a reply, are worth a new attempt.
+files, threads or disk, an interrupt) and the app's own (it failed before its first exact call) leave the gradient, not the denominators.
+What the policy caused (the context ran over, a step limit, an action that could not be parsed) is trained, with the reward function's word
+or 0. Only infrastructure faults that raised, or left the app without a reply, are worth a new attempt.
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ def describe(error: BaseException) -> str:
 
 def _judge_error(error: BaseException, episode: Episode | None) -> Verdict:
     what = describe(error)
+    if not isinstance(error, (Exception, SystemExit, BaseExceptionGroup)):  # an episode that ends so is on record as cancelled
+        return Verdict(fault="infrastructure", reason=f"the app was interrupted by {what}")
     if any(_is_connection(e) or _is_machine(e) or _is_server_status(_status(e)) for e in _chain(error)):
         return Verdict(fault="infrastructure", reason=f"the app raised {what}", retry=True)
     if any(_status(e) in _APP_STATUS or isinstance(e, RllmError) for e in _chain(error)):

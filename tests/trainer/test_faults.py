@@ -1,5 +1,6 @@
 """Whose fault a rollout's end was."""
 
+import asyncio
 import errno
 
 import msgspec
@@ -110,6 +111,17 @@ def test_an_app_that_fails_after_an_exact_call():
     """After an exact call a failure is what the policy led to."""
     verdict = judge(error=ValueError("cannot parse: <x"), deadline=None, episode=episode(call()))
     assert verdict == Verdict(fault="policy", reason="the app raised ValueError: cannot parse: <x")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()])
+def test_an_interrupt_is_not_the_policys(error):
+    """Whoever interrupts or cancels an app, the policy does not: live as on record, also after an exact call."""
+    name = type(error).__name__
+    live = judge(error=error, deadline=None, episode=episode(call()))
+    assert live == Verdict(fault="infrastructure", reason=f"the app was interrupted by {name}")
+    ended = msgspec.structs.replace(episode(call()), termination="cancelled", error=error_info(error))
+    assert judge_recorded(ended).fault == "infrastructure"
+    assert judge(error=SystemExit(1), deadline=None, episode=episode(call())).fault == "policy"
 
 
 def test_context_overflow_is_the_policys():

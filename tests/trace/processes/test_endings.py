@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +78,63 @@ def test_what_cannot_be_kept_is_counted(app: Callable[..., str]) -> None:
     assert [episode[0] for episode in json.loads(shown)] == [0, -15, "BrokenProcessPool"]
     assert all(call in (10, 11, 12) for episode in json.loads(shown) for call in episode[1])
     assert (json.loads(dropped), json.loads(faults)) == ({"process that ended without a word": 3}, {})
+
+
+POOLS = """
+import signal
+context = multiprocessing.get_context(sys.argv[1])
+
+def killed(n):
+    ask(n)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def stuck(path):
+    with open(path, "w"):  # of a pipe that its reader waits at
+        signal.pause()
+
+@rllm.workflow
+def loses(n):
+    with context.Pool(1) as pool:
+        worker = pool._pool[0]
+        result = pool.apply_async(killed, (n,))
+        worker.join(200)
+        return result.ready()
+
+@rllm.workflow
+def breaks_off(path):
+    with context.Pool(1) as pool:
+        pool.map_async(stuck, [path])
+        with open(path):
+            pass
+
+@rllm.workflow
+def goes_well(n):
+    with context.Pool(2, maxtasksperchild=1) as pool:
+        return [*pool.map(ask, [n, n + 1]), *pool.imap(ask, [n + 2]), *pool.imap_unordered(ask, [n + 3])]
+
+@rllm.workflow
+def below(n):
+    process = context.Process(target=loses, args=(n,))
+    process.start()
+    process.join(200)
+    return process.exitcode
+
+if __name__ == "__main__":
+    rllm.configure(processes=True)
+    os.mkfifo(sys.argv[2])
+    found = []
+    with rllm.collect() as episodes:
+        for run, given in [(goes_well, 10), (loses, 20), (breaks_off, sys.argv[2]), (below, 30)]:
+            run(given)
+            found.append(rllm.stats()["dropped"].get("process that ended without a word", 0))
+    print(json.dumps(found), episodes[0].output, len(episodes[0].calls), rllm.stats()["faults"])
+"""
+
+
+@pytest.mark.parametrize("method", ["fork"])
+def test_workers_of_a_pool_that_die_at_their_work_are_counted(app: Callable[..., str], method: str, tmp_path: Path) -> None:
+    """Killed, ended with their pool while they work, killed in a pool of a child: one each. Workers that owe nothing are none."""
+    assert app(POOLS, method, str(tmp_path / "pipe")) == "[0, 1, 2, 3] [10, 11, 12, 13] 4 {}\n"
 
 
 GRANDCHILDREN = """
