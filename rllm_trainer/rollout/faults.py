@@ -114,7 +114,7 @@ def describe(error: BaseException) -> str:
 
 def _judge_error(error: BaseException, episode: Episode | None) -> Verdict:
     what = describe(error)
-    if not isinstance(error, (Exception, SystemExit, BaseExceptionGroup)):  # an episode that ends so is on record as cancelled
+    if _is_interrupt(error):  # an episode that ends so is on record as cancelled
         return Verdict(fault="infrastructure", reason=f"the app was interrupted by {what}")
     if any(_is_connection(e) or _is_machine(e) or _is_server_status(_status(e)) for e in _chain(error)):
         return Verdict(fault="infrastructure", reason=f"the app raised {what}", retry=True)
@@ -127,6 +127,10 @@ def _judge_error(error: BaseException, episode: Episode | None) -> Verdict:
     if not any(call.exact and call.complete for call in episode.calls) if episode is not None else True:
         return Verdict(fault="app", reason=f"the app raised {what} before its first exact call")
     return Verdict(fault="policy", reason=f"the app raised {what}")
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    return not isinstance(error, (Exception, SystemExit, BaseExceptionGroup))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
