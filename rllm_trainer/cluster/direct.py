@@ -37,7 +37,7 @@ class RayRank:
     """A rank's actor, spoken to like a child process."""
 
     def __init__(self, handle: Any, name: str) -> None:
-        self._handle = handle
+        self._handle: Any = handle
         self.name = name
         self.ready: dict[str, Any] = {}
 
@@ -51,6 +51,8 @@ class RayRank:
 
     def call(self, method: str, payload: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """One call. Raises as ``Child.call``; of a rank that died it says which process on which node, by what, and how its log ends."""
+        if self._handle is None:
+            raise ChildDied(f"{self.name} was closed; {method!r} was not sent")
         api = ray_api()
         try:
             answer = api.ray.get(self._handle.call.remote(method, _child._encoder.encode(payload)), timeout=timeout)
@@ -61,8 +63,10 @@ class RayRank:
         return msgspec.msgpack.decode(answer)
 
     def close(self) -> None:
-        """End it."""
-        ray_api().ray.kill(self._handle)
+        """End it; safe to call twice, also where Ray has gone since."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            ray_api().ray.kill(handle)
 
 
 class RayEngine(VerlEngine):

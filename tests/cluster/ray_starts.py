@@ -12,6 +12,7 @@ import psutil
 import ray
 from ray._private import services
 
+from rllm_trainer.cluster.direct import RayRank
 from rllm_trainer.cluster.layout import ClusterLayout
 from rllm_trainer.cluster.ray_session import on_ray
 from rllm_trainer.exceptions import TrainerError
@@ -53,6 +54,10 @@ def patient(*arguments: Any) -> Any:
             time.sleep(0.2)
 
 
+class Idle:
+    """An actor that does nothing."""
+
+
 def of_ray() -> list[str]:
     """Command lines of what runs under this process out of Ray's folder."""
     folder = str(Path(ray.__file__).parent)
@@ -81,6 +86,9 @@ def main() -> None:
         found["resources"] = {name: count for name, count in started.cluster_resources().items() if name in ("CPU", "GPU", "tape")}
         found["namespace"] = started.get_runtime_context().namespace
         found["running"] = bool(of_ray())
+        rank = RayRank(started.remote(Idle).options(num_cpus=0).remote(), "a rank")
+        rank.close()
+    rank.close()
     found["shut"], found["environment"] = not ray.is_initialized(), dict(os.environ) == environment
     print(json.dumps(found))
 

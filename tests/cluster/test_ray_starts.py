@@ -53,6 +53,6 @@ def test_a_start_that_takes_too_long_is_told_with_what_to_do(found: dict[str, An
 
 
 def test_ray_ends_with_what_it_was_started_for(found: dict[str, Any]) -> None:
-    """And the environment is what it was, also where it says that no device may be seen."""
+    """And the environment is what it was, also where no device may be seen; a rank that is closed again starts no other Ray."""
     assert found["shut"]
     assert found["environment"]
