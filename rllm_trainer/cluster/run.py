@@ -143,7 +143,7 @@ def app_workers(ray: Any, app: Any, rewards: Any, layout: ClusterLayout, concurr
 
 def _place(layout: ClusterLayout, nodes: Sequence[str], number: int) -> Any:
     """Ray spreads workers by the CPUs that they set aside; those that set none aside it would put on one node."""
-    return "SPREAD" if layout.app_cpus else ray_api().NodeAffinity(node_id=nodes[number % len(nodes)], soft=True)
+    return "SPREAD" if layout.app_cpus else ray_api().NodeAffinity(node_id=nodes[number % len(nodes)], soft=False)
 
 
 def model_length(model: Path, asked: int | None) -> int:
