@@ -24,7 +24,8 @@ from rllm_trainer.cluster.rank import RankActor
 from rllm_trainer.cluster.ray_session import device_of, here, on_ray, require_room
 from rllm_trainer.config import Settings
 from rllm_trainer.engine.memory import free_memory, model_shape, with_micro_batch
-from rllm_trainer.engine.verl import DEATH_SEEN, VerlEngine
+from rllm_trainer.engine.ranks import DEATH_SEEN
+from rllm_trainer.engine.verl import VerlEngine
 from rllm_trainer.engine.verl_settings import Objective, child_settings, require_supported
 from rllm_trainer.exceptions import EngineError
 

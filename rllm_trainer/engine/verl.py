@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from functools import cache
 from pathlib import Path
@@ -27,6 +27,7 @@ from rllm_trainer.config import Settings
 from rllm_trainer.correction import Corrected, Correction
 from rllm_trainer.engine.base import MostOff, UpdateReport, WeightsFile
 from rllm_trainer.engine.memory import free_memory, model_shape, with_micro_batch
+from rllm_trainer.engine.ranks import cause_of
 from rllm_trainer.engine.verl_batch import pack_rows, pack_token_ids
 from rllm_trainer.engine.verl_settings import Objective, child_settings, passed_to_verl, require_supported
 from rllm_trainer.engine.weights_folder import WeightsFolder
@@ -34,7 +35,7 @@ from rllm_trainer.exceptions import CheckpointError, EngineError
 from rllm_trainer.serving_settings import weights_kept
 from rllm_trainer.types import Batch, Float32, Int32, Mask
 
-__all__ = ["DEATH_SEEN", "Device", "VerlEngine"]
+__all__ = ["Device", "VerlEngine"]
 
 Device = str
 """``cpu``, ``cuda``, or ``auto``: cuda where torch finds one."""
@@ -45,8 +46,6 @@ _FORMAT = 1
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 _SHORT = 120.0
 """Seconds for calls that compute little."""
-DEATH_SEEN = 5.0
-"""Seconds in which a rank's death is seen that made another rank fail."""
 
 
 class VerlEngine:
@@ -331,10 +330,7 @@ class VerlEngine:
             return [self._call_one(method, payload, timeout)]
         futures = [self._pool.submit(child.call, method, payload, timeout) for child in self._children]
         wait(futures, return_when=FIRST_EXCEPTION)  # a rank that failed will not meet the others, which would wait for it
-        failed = next((future for future in futures if future.done() and future.exception() is not None), None)
-        if failed is not None and not isinstance(failed.exception(), ChildDied):
-            done, _ = wait(futures, timeout=DEATH_SEEN, return_when=ALL_COMPLETED)  # a rank that died makes the others fail, too
-            failed = next((future for future in done if isinstance(future.exception(), ChildDied)), failed)
+        failed = cause_of(futures)
         try:
             if failed is not None:
                 failed.result()
