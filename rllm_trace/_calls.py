@@ -67,6 +67,7 @@ class OpenCall:
             span.ended = sources.now()
             span.call = data
             span.pending = make
+            span.whole = None
             self.scope.episode.end(span)
         except Exception as error:  # noqa: BLE001 - as in ``guard``, a step cheaper
             guard.count("call", error)

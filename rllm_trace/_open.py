@@ -228,6 +228,7 @@ class OpenEpisode:
 
     def finish(self, termination: Termination, error: ErrorInfo | None) -> None:
         """The workflow has returned, raised, or its generator has been closed."""
+        self._end_whole()
         root = self.root
         with self._lock:
             late = self.closed
@@ -251,6 +252,7 @@ class OpenEpisode:
 
     def expire(self, reason: str, error_type: str) -> bool:
         """Ends it now, as it is: ``timeout`` if the workflow still runs, ``unsettled`` if it has returned. False: it had ended."""
+        self._end_whole()
         with self._lock:
             if self.closed:
                 return False
@@ -272,6 +274,13 @@ class OpenEpisode:
             self.spans.extend(span for span in left if span.kind == "agent")
         self._keeper.done(self)
         return True
+
+    def _end_whole(self) -> None:
+        """Ends the calls whose replies were received whole, and whose streams the app keeps without reading their last events."""
+        for span in list(self._open.values()) if self._open else ():
+            end = span.whole
+            if end is not None:
+                end()
 
     def close(self) -> list[Span]:
         """Takes in nothing more, and gives what it has taken in; for what is not to be handed over."""

@@ -6,6 +6,7 @@ killed while nothing is owed, as idle ones are when a pool is terminated, took n
 
 from __future__ import annotations
 
+import importlib
 import threading
 import weakref
 from typing import Any, Final, cast
@@ -76,8 +77,7 @@ _pools: Final = _Pools()
 
 def started(process: Any) -> None:
     """A process is about to start; looked at if it is a worker of a pool."""
-    from multiprocessing import pool
-
+    pool: Any = importlib.import_module("multiprocessing.pool")
     if getattr(process, "_target", None) is not pool.worker:
         return
     queue: Any = process._args[0]

@@ -117,6 +117,8 @@ class Span(msgspec.Struct, kw_only=True):
     """What the client knows of a call; None for other kinds, and for a call that has not ended."""
     pending: Callable[[], CallData] | None = None
     """Makes ``call`` of what was received; ``made`` sees to it, beside the app. None: there is nothing to make."""
+    whole: Callable[[], None] | None = None
+    """Of an open call whose stream the app reads: ends it if the reply has been received whole, though the stream is kept open."""
     number: int = 0
     """Of a call: its number in its trajectory, from 0."""
     facts: dict[str, Any] = {}

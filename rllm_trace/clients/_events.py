@@ -155,6 +155,11 @@ class EventReader:
         """The stream has said that it is over."""
 
     @property
+    def is_learned(self) -> bool:
+        """Whether ``quickly`` takes in events: if not, only ``feed`` does."""
+        return self._layout is not None
+
+    @property
     def finished(self) -> bool:
         """Every choice that was begun has its finish reason."""
         if self._ends:

@@ -6,9 +6,11 @@ compressed stream is passed on as it came and read at its end.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+from rllm_trace._guard import guard
 from rllm_trace.clients._decode import Reply
 
 if TYPE_CHECKING:
@@ -33,8 +35,30 @@ class Onlooker:
         """The reply is whole and its stream's last events are still to come: the app gets the last chunk together with those, so that a
         call to the policy has ended, usage included, also where the app leaves its stream at the finish reason."""
         self._holds_back = not events and encoding is None and not call.keep.everything
+        self._feeding = threading.Lock()
+        if call.defers:
+            call.open.span.whole = self.end_if_whole
+
+    @guard("stream")
+    def end_if_whole(self) -> None:
+        """Its workflow has returned, on whichever thread: a reply that is there whole is recorded, also where the app keeps its stream."""
+        if not self._feeding.acquire(blocking=False):
+            return  # it is being read, and ends by itself
+        try:
+            call, events = self._call, self._events
+            if events is None or getattr(events, "is_learned", False) or not events.is_whole(call.expected):
+                return
+            reply = events.reply()
+            if reply.finished and len(reply.choices) >= call.expected:
+                call.stream_over(lambda: reply, True, None, exhausted=False)
+        finally:
+            self._feeding.release()
 
     def feed(self, chunk: bytes) -> bytes:
+        with self._feeding:
+            return self._feed(chunk)
+
+    def _feed(self, chunk: bytes) -> bytes:
         call = self._call
         call.first_chunk()
         if not (self._is_events or self._pieces or self._encoding) and call.looks_streamed(chunk):

@@ -11,6 +11,8 @@ from typing import Any
 import openai
 import pytest
 
+import rllm_trace as rllm
+from rllm_trace.rollouts import rollout
 from rllm_trace.testing import Reply, ReplyChoice, ScriptedServer
 from rllm_trace.types import ErrorInfo
 
@@ -61,6 +63,72 @@ def test_a_stream_that_is_broken_out_of_after_its_finish_reason_is_whole(server:
             gc.collect()
 
     call = recording.call(app)
+    assert call.choices[0].token_ids == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert (call.complete, call.exact, call.trainable) == (True, True, True)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_stream_that_is_kept_at_its_finish_reason_ends_with_its_workflow(server: ScriptedServer, is_async: bool, no_faults: None) -> None:
+    """The app holds on to its stream and never reads the rest: the reply was received whole, and its episode does not wait."""
+
+    @rllm.workflow
+    def reads(client: openai.OpenAI) -> Any:
+        stream = client.chat.completions.create(**STREAM)
+        next(chunk for chunk in stream if chunk.choices[0].finish_reason)
+        return stream
+
+    @rllm.workflow
+    async def awaits(client: openai.AsyncOpenAI) -> Any:
+        stream = await client.chat.completions.create(**STREAM)
+        async for chunk in stream:
+            if chunk.choices[0].finish_reason:
+                return stream
+
+    async def app() -> Any:
+        async with async_client(server) as client:
+            with rollout() as handle:
+                stream = await awaits(client)
+            (episode,) = await handle.wait_async(60)
+            await stream.close()
+            return episode
+
+    if is_async:
+        episode = asyncio.run(app())
+    else:
+        with sync_client(server) as client:
+            with rollout() as handle:
+                stream = reads(client)
+            (episode,) = handle.wait(60)
+            stream.close()
+    (call,) = episode.calls
+    assert call.choices[0].token_ids == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert (call.complete, call.exact, call.trainable, call.error) == (True, True, True, None)
+    assert (episode.termination, episode.open_calls) == ("completed", 0)
+
+
+def test_a_stream_that_is_kept_before_its_finish_reason_is_waited_for(server: ScriptedServer, no_faults: None) -> None:
+    """Part of a reply is no reply: the workflow has returned, and what a consumer outside reads of it still belongs to the record."""
+    returned = threading.Event()
+
+    def consume(client: openai.OpenAI, stream: Any) -> None:
+        with client:
+            returned.wait(60)
+            list(stream)
+
+    def app() -> threading.Thread:
+        client = sync_client(server)
+        stream = client.chat.completions.create(**STREAM)
+        next(stream), next(stream)
+        consumer = threading.Thread(target=consume, args=(client, stream))
+        consumer.start()
+        return consumer
+
+    with rollout() as handle:
+        consumer = rllm.workflow(app)()
+    returned.set()
+    (episode,) = handle.wait(60)
+    consumer.join(60)
+    (call,) = episode.calls
     assert call.choices[0].token_ids == [1, 2, 3, 4, 5, 6, 7, 8]
     assert (call.complete, call.exact, call.trainable) == (True, True, True)
 
