@@ -14,8 +14,8 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "cluster"))
 
-from app import add_up, bills, close
-from cluster_apps import in_a_child, two_at_once
+from app import bills
+from cluster_apps import add_up_and_look, in_a_child, two_at_once, varied
 from simulated import two_nodes
 
 from rllm_trainer import fit
@@ -23,20 +23,20 @@ from rllm_trainer.cluster.layout import ClusterLayout
 from rllm_trainer.cluster.preflight import check_cluster
 from rllm_trainer.models import resolve_model
 
-APPS: dict[str, Any] = {"add_up": add_up, "two_at_once": two_at_once, "in_a_child": in_a_child}
+APPS: dict[str, Any] = {"add_up_and_look": add_up_and_look, "two_at_once": two_at_once, "in_a_child": in_a_child}
 
 
-def main(run_dir: str, settings: str, eval_rows: str = "0", app: str = "add_up") -> None:
+def main(run_dir: str, settings: str, eval_rows: str = "0", app: str = "add_up_and_look") -> None:
     given = json.loads(settings)
     with two_nodes(gpus=given.pop("gpus_a_node", 1)) as ray:
         facts, wrong = check_cluster(
             ray, msgspec.convert(given.get("cluster", {}), ClusterLayout), model=resolve_model("tiny-qwen2"), run_dir=Path(run_dir)
         )
-        held_out = bills(int(eval_rows), seed=99) if int(eval_rows) else None
+        held_out = rows(int(eval_rows), 99, run_dir) or None
         result = fit(
             APPS[app],
-            bills(16, seed=0),
-            reward=close,
+            rows(16, 0, run_dir),
+            reward=varied,
             output_dir=run_dir,
             eval_dataset=held_out,
             engine="cluster",
@@ -54,6 +54,11 @@ def main(run_dir: str, settings: str, eval_rows: str = "0", app: str = "add_up")
                 }
             )
         )
+
+
+def rows(count: int, seed: int, run_dir: str) -> list[dict[str, Any]]:
+    """Bills with their number, and the folder in which rollouts may leave something."""
+    return [{**row, "number": number, "folder": str(Path(run_dir).parent)} for number, row in enumerate(bills(count, seed=seed))]
 
 
 if __name__ == "__main__":
