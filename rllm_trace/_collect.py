@@ -81,7 +81,10 @@ class EpisodeHandle:
         return self._episode.trace_id
 
     def set(self, **metadata: Any) -> None:
-        """Adds to the episode's metadata, as copies; a later value of one name counts. ``session_id`` sets the session."""
+        """Adds to the episode's metadata, as copies; a later value of one name counts. ``session_id`` sets the session.
+
+        ``user_id`` and ``tags``, a list of texts, also leave as ``user.id`` and ``rllm.tags`` of the workflow's span, for back ends.
+        """
         if self._episode.closed:
             counters.add("late", "metadata")
             return

@@ -270,7 +270,8 @@ def workflow(
     Works on functions, coroutine functions, generators, async generators, methods, partials and callable objects; a generator is an
     episode from its first step until it is exhausted or closed. ``name``: None is the function's own. ``new_episode``: an episode of its
     own also inside another workflow. ``session_id``: a string, or a function of the workflow's arguments that gives one.
-    ``metadata``: plain values for each of its episodes. Raises ConfigurationError for what cannot be decorated.
+    ``metadata``: plain values for each of its episodes, such as ``user_id`` and ``tags``. Raises ConfigurationError for what cannot be
+    decorated.
     """
     if not isinstance(cast("Any", session_id), (str, types.NoneType)) and not callable(session_id):
         raise ConfigurationError(

@@ -33,7 +33,6 @@ _JSON_FACTS: Final = frozenset(
         names.TOOL_CALL_ARGUMENTS,
         names.TOOL_CALL_RESULT,
         names.REWARD_VALUES,
-        names.TAGS,
     }
 )
 """Facts that are always written as JSON text, so that a string among them comes back as one."""
@@ -66,6 +65,8 @@ _DERIVED: Final = frozenset(
         names.EVALUATION_SCORE,
         names.INPUT_VALUE,
         names.OUTPUT_VALUE,
+        names.USER_ID,
+        names.TAGS,
         *(key for _, key in _FLAGS),
     }
 )
@@ -102,6 +103,8 @@ def span_attributes(span: Span, *, content: bool, tokens: bool) -> dict[str, Att
         found[names.CALL_NUMBER] = span.number
     if span.kind == "reward":
         found |= _reward_summary(span)
+    if span.kind == "workflow":
+        found |= _labels(span.facts.get(names.EPISODE_METADATA))
     found |= {key: True for field, key in _FLAGS if getattr(span, field)}
     if span.error is not None:
         found |= _error_attributes(span.error, content=content)
@@ -150,6 +153,18 @@ def span_from_attributes(
         links=links,
         **{field: attributes.get(key, False) for field, key in _FLAGS},
     )
+
+
+def _labels(metadata: Any) -> dict[str, AttributeValue]:
+    """What back ends sort traces by, under their names for it: of the episode's metadata ``user_id`` and ``tags``."""
+    told = cast("dict[str, Any]", metadata) if isinstance(metadata, dict) else {}
+    user, tags = told.get("user_id"), told.get("tags")
+    found: dict[str, AttributeValue] = {}
+    if isinstance(user, (str, int)):
+        found[names.USER_ID] = str(user)
+    if isinstance(tags, (list, tuple)) and tags:
+        found[names.TAGS] = [str(tag) for tag in cast("list[Any]", tags)]
+    return found
 
 
 def _reward_summary(span: Span) -> dict[str, AttributeValue]:

@@ -115,6 +115,7 @@ GROUP_ID: Final = "rllm.group.id"
 ROLLOUT_INDEX: Final = "rllm.rollout.index"
 SPLIT: Final = "rllm.split"
 TAGS: Final = "rllm.tags"
+"""Texts to sort traces by."""
 
 # On the chat span: always
 CALL_OPERATION: Final = "rllm.call.operation"

@@ -78,6 +78,27 @@ def test_every_span_says_what_it_belongs_to(spans: dict[str, Span]) -> None:
     assert span_attributes(spans["agent"], content=False, tokens=False)["gen_ai.conversation.id"] == "ep-1"
 
 
+def test_the_user_and_the_tags_of_an_episode_are_where_back_ends_look(recording: Any) -> None:
+    """Given as metadata, at the decorator or while it runs, they are attributes of the workflow's span, and the record has them."""
+    exporter = MemoryExporter()
+    rllm.configure(exporters=[exporter])
+
+    @rllm.workflow(metadata={"user_id": 7, "tags": ["paid"]})
+    def app() -> None:
+        episode = rllm.current_episode()
+        assert episode is not None
+        episode.set(tags=["paid", "beta"], team="shop")
+
+    app()
+    assert rllm.flush()
+    rllm.configure()
+    (span,) = exporter.spans
+    found = dict(span.attributes or {})
+    assert (found["user.id"], found["rllm.tags"]) == ("7", ["paid", "beta"])
+    (episode,) = exporter.episodes
+    assert episode.metadata == {"user_id": 7, "tags": ["paid", "beta"], "team": "shop"}
+
+
 def test_a_reward_span_is_an_evaluation(spans: dict[str, Span]) -> None:
     """The score is a float under the names of the conventions, weighted as in the episode's total."""
     found = span_attributes(spans["reward"], content=True, tokens=False)
