@@ -23,7 +23,7 @@ GIVEN: dict[str, Any] = {
     "batch_tasks": 2,
     "group_size": 3,
     "max_model_len": 512,
-    "lr": 2e-3,
+    "lr": 5e-4,
     "save_every": 1,
     "keep": 3,
     "staleness": 1,
@@ -70,7 +70,7 @@ def require_versions_of_the_weights(model: Path, trained: dict[int, list[Rollout
         for step in (1, 2, 3):
             if step < 3:
                 under.append(engine.logprobs([one.token_ids for one in samples], temperatures=[one.temperature for one in samples]))
-            engine.update(direct_batch(trained[step], step, settings, engine), lr=2e-3)
+            engine.update(direct_batch(trained[step], step, settings, engine), lr=GIVEN["lr"])
         direct = load_file(engine.export_weights(3).path)
     both = 0
     for sample, *logprobs in zip(samples, *under, strict=True):
