@@ -26,7 +26,7 @@ from rllm_trace._spans import sources
 from rllm_trace.episode_receiver import EpisodeReceiver
 from rllm_trace.types import Episode
 
-__all__ = ["address", "close", "ended_here", "expect", "forget", "is_elsewhere", "open_at", "over"]
+__all__ = ["address", "close", "ended_here", "expect", "forget", "is_elsewhere", "lost_of", "open_at", "over"]
 
 _MAX_EXPECTED: Final = 10_000
 LOST: Final = "process that ended without a word"
@@ -41,8 +41,10 @@ class _Home:
         self.receiver: EpisodeReceiver | None = None
         self.place: dict[str, Any] = {}
         """``host`` and ``http_port`` of the receiver; empty: loopback, any port."""
-        self.expected: dict[str, Callable[[], bool]] = {}
-        """By number: whether what runs there has ended."""
+        self.expected: dict[str, tuple[Callable[[], bool], str]] = {}
+        """By number: whether what runs there has ended, and the episode that it belongs to."""
+        self.silent: collections.OrderedDict[str, int] = collections.OrderedDict()
+        """By episode: what ended without a word before its record was made."""
         self.passed_on: dict[str, Callable[[], bool]] = {}
         """The same for what is handed on in a process that is a child itself: its words go to the one that keeps the record."""
         self.arrived: collections.OrderedDict[str, None] = collections.OrderedDict()
@@ -64,6 +66,7 @@ def address() -> Address:
             _home.watches = True
             recorder.child_hooks.append(_in_forked_child)
             recorder.stat_hooks.append(look_for_lost)
+            recorder.processes_lost = lost_of
         return Address(endpoint=_home.receiver.http_endpoint, token=_home.receiver.token)
 
 
@@ -94,11 +97,11 @@ def close() -> None:
 
 
 def expect(has_ended: Callable[[], bool], home: Address) -> str:
-    """A number for what is handed over. ``has_ended`` says, later, whether nothing more can come of it; it must not keep it alive.
+    """A number for what is handed over here. ``has_ended`` says, later, whether nothing more can come of it; it must not keep it alive.
 
     Its word is awaited where it is sent; a child that hands on what it was given only says, there, what has ended.
     """
-    number = sources.span_id()
+    number, scope = sources.span_id(), current()
     with _home.lock:
         if _home.receiver is None or _home.receiver.token != home.token:
             if len(_home.passed_on) < _MAX_EXPECTED:
@@ -107,17 +110,33 @@ def expect(has_ended: Callable[[], bool], home: Address) -> str:
         if len(_home.expected) >= _MAX_EXPECTED:
             look_for_lost()
         if len(_home.expected) < _MAX_EXPECTED:
-            _home.expected[number] = has_ended
+            _home.expected[number] = (has_ended, "" if scope is None else scope.episode.id)
     return number
 
 
 def look_for_lost() -> None:
     """Counts what has ended and did not say so."""
     with _home.lock:
-        ended = [number for number, has_ended in _home.expected.items() if has_ended()]
-        for number in ended:
-            del _home.expected[number]
-    counters.add("dropped", LOST, len(ended) + _pool_watch.newly_dead())
+        for number in [number for number, (has_ended, _) in _home.expected.items() if has_ended()]:
+            _lost(_home.expected.pop(number)[1])
+    counters.add("dropped", LOST, _pool_watch.newly_dead())
+
+
+def _lost(episode_id: str) -> None:
+    counters.add("dropped", LOST)
+    _home.silent[episode_id] = _home.silent.pop(episode_id, 0) + 1
+    if len(_home.silent) > _MAX_EXPECTED:
+        _home.silent.popitem(last=False)
+
+
+def lost_of(episode_id: str) -> int:
+    """How many processes have ended without a word so far, of those that this episode had started or handed work."""
+    with _home.lock:
+        for number, (has_ended, belongs_to) in list(_home.expected.items()):
+            if belongs_to == episode_id and has_ended():
+                del _home.expected[number]
+                _lost(episode_id)
+        return _home.silent.pop(episode_id, 0)
 
 
 def forget(number: str) -> bool:
@@ -132,8 +151,8 @@ def over(number: str) -> None:
     with _home.lock:
         if number in _home.passed_on:
             _home.passed_on[number] = _yes
-        elif _home.expected.pop(number, None) is not None:
-            counters.add("dropped", LOST)
+        elif (found := _home.expected.pop(number, None)) is not None:
+            _lost(found[1])
 
 
 def _yes() -> bool:
@@ -169,7 +188,7 @@ def _in_forked_child() -> None:
     """The child listens to nobody; what it goes on with is recorded by its parent."""
     receiver, _home.receiver = _home.receiver, None
     _home.lock = threading.RLock()
-    for numbers in (_home.expected, _home.passed_on, _home.arrived):
+    for numbers in (_home.expected, _home.passed_on, _home.arrived, _home.silent):
         numbers.clear()
     _pool_watch.reset()
     if receiver is None:

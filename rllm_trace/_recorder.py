@@ -107,6 +107,8 @@ class Recorder:
         """The ``Home`` of a process that was started from a workflow of another one; None in all others."""
         self.stat_hooks: list[Callable[[], None]] = []
         """Called before the counters are shown."""
+        self.processes_lost: Callable[[str], int] = _none_lost
+        """How many processes of an episode, by its id, ended without a word."""
         self.rollouts = 0
         """Rollouts that are open."""
         self._random = random.SystemRandom()
@@ -251,8 +253,10 @@ class Recorder:
         record: Episode | None = None
         with guard("episode"):
             _add_identity(episode.root, episode)
-            if episode.metadata:
-                episode.root.facts[A.EPISODE_METADATA] = dict(episode.metadata)
+            lost = self.processes_lost(episode.id)
+            if episode.metadata or lost:
+                missing = {A.MISSING: {"processes": lost}} if lost else {}
+                episode.root.facts[A.EPISODE_METADATA] = {**episode.metadata, **missing}
             if episode.parent_episode_id is not None:
                 episode.root.facts[A.PARENT_EPISODE_ID] = episode.parent_episode_id
             record = build_episode([*map(made, episode.spans), episode.root])
@@ -305,6 +309,10 @@ class Recorder:
         with self._lock:
             dropped, self._dropped = self._dropped, 0
             return dropped
+
+
+def _none_lost(_: str) -> int:
+    return 0
 
 
 def _add_identity(span: Span, episode: OpenEpisode) -> None:

@@ -60,6 +60,7 @@ if __name__ == "__main__":
         for n, how in enumerate(map(globals().get, sys.argv[1:])):
             ends(how, 10 + n)
     show(episodes)
+    print(json.dumps([e.metadata for e in episodes]))
     print(json.dumps(rllm.stats()["dropped"]))
     print(json.dumps(rllm.stats()["faults"]))
 """
@@ -67,16 +68,17 @@ if __name__ == "__main__":
 
 def test_what_can_be_kept_is_kept(app: Callable[..., str]) -> None:
     """An exception, ``sys.exit``, a SIGTERM that the app handles, a finalizer that raises: the call is in the record, nothing is lost."""
-    shown, dropped, faults = app(ENDINGS, "raises", "exits", "terminated_politely", "raises_at_exit").splitlines()
+    shown, metadata, dropped, faults = app(ENDINGS, "raises", "exits", "terminated_politely", "raises_at_exit").splitlines()
     assert json.loads(shown) == [[1, [10], "completed"], [3, [11], "completed"], [0, [12], "completed"], [0, [13], "completed"]]
-    assert (json.loads(dropped), json.loads(faults)) == ({}, {})
+    assert (json.loads(metadata), json.loads(dropped), json.loads(faults)) == ([{}] * 4, {}, {})
 
 
 def test_what_cannot_be_kept_is_counted(app: Callable[..., str]) -> None:
-    """``os._exit``, a SIGTERM that nobody handles, and a worker that takes its pool down: each counts as a process that said no word."""
-    shown, dropped, faults = app(ENDINGS, "gone", "terminated", "broken_pool").splitlines()
+    """``os._exit``, a SIGTERM that nobody handles, and a worker that takes its pool down: each counts, and its record says so."""
+    shown, metadata, dropped, faults = app(ENDINGS, "gone", "terminated", "broken_pool").splitlines()
     assert [episode[0] for episode in json.loads(shown)] == [0, -15, "BrokenProcessPool"]
     assert all(call in (10, 11, 12) for episode in json.loads(shown) for call in episode[1])
+    assert json.loads(metadata) == [{"rllm.missing": {"processes": 1}}] * 3
     assert (json.loads(dropped), json.loads(faults)) == ({"process that ended without a word": 3}, {})
 
 
