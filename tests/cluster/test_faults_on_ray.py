@@ -27,6 +27,7 @@ GIVEN: dict[str, Any] = {
     "group_size": 3,
     "max_model_len": 512,
     "lr": 2e-3,
+    "eps": 1e-5,
     "save_every": 1,
     "lora": {"r": 4, "alpha": 8},
     "kl_coef": 0.05,

@@ -24,6 +24,7 @@ GIVEN: dict[str, Any] = {
     "group_size": 3,
     "max_model_len": 512,
     "lr": 5e-4,
+    "eps": 1e-5,
     "save_every": 1,
     "keep": 3,
     "staleness": 1,

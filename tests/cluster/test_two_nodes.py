@@ -27,6 +27,7 @@ GIVEN: dict[str, Any] = {
     "group_size": 3,
     "max_model_len": 512,
     "lr": 2e-4,
+    "eps": 1e-5,
     "warmup_steps": 2,
     "kl_coef": 0.5,
     "kl_in": "reward",
