@@ -28,6 +28,8 @@ _ACCEPT_ENCODING: Final = "Accept-Encoding"
 """``identity`` where the app reads the answer itself: what was added is taken out of the bytes on their way."""
 _NOT_GIVEN: Final = frozenset({"NotGiven", "Omit"})
 """The SDK's words for what was left out."""
+_AZURE: Final = "BaseAzureClient"
+"""What both Azure clients of every release inherit from; their servers refuse unknown fields at any host."""
 _RAW_RESPONSE: Final = "X-Stainless-Raw-Response"
 
 _destinations: Final[weakref.WeakKeyDictionary[Any, tuple[Any, Destination]]] = weakref.WeakKeyDictionary()
@@ -74,11 +76,15 @@ def _is_given_well(given: Any) -> bool:
 def destination_of(client: Any, options: Any) -> Destination:
     """Where the app itself sends the request."""
     if options.url.startswith(("http://", "https://")):
-        return _place(options.url, hasattr(client, "_azure_endpoint"))
+        return _place(options.url, _is_azure(client))
     base_url, known = client.base_url, _destinations.get(client)
     if known is None or known[0] is not base_url:
-        known = _destinations[client] = (base_url, _place(str(base_url), hasattr(client, "_azure_endpoint")))
+        known = _destinations[client] = (base_url, _place(str(base_url), _is_azure(client)))
     return known[1]
+
+
+def _is_azure(client: Any) -> bool:
+    return any(kind.__name__ == _AZURE for kind in type(client).__mro__)
 
 
 @functools.lru_cache(maxsize=256)

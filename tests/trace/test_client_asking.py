@@ -189,6 +189,42 @@ def test_a_strict_host_is_not_asked(recording: Any) -> None:
     assert offline.bodies == [CREATE]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_azure_client_at_its_own_endpoint_is_recorded_and_not_asked(stream: bool, recording: Any) -> None:
+    """Its deployment's path, key and version go out as without us, at any host; the reply is a record without ids, and without the key."""
+    http = importlib.import_module(openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0])
+    sent: list[Any] = []
+    choice: Any = {"index": 0, "finish_reason": "stop", "delta" if stream else "message": {"role": "assistant", "content": "hello"}}
+    body = json.dumps({"id": "c", "object": "chat.completion", "created": 1, "model": "gpt", "choices": [choice]}).encode()
+
+    def answer(request: Any) -> Any:
+        sent.append(request)
+        if stream:
+            headers = {"content-type": "text/event-stream"}
+            return http.Response(200, headers=headers, content=b"data: " + body + b"\n\ndata: [DONE]\n\n")
+        return http.Response(200, headers={"content-type": "application/json"}, content=body)
+
+    def app() -> None:
+        own: Any = {
+            "azure_endpoint": "http://azure.internal",
+            "azure_deployment": "mine",
+            "api_key": "sk-azure",
+            "api_version": "2024-10-21",
+        }
+        with openai.AzureOpenAI(**own, http_client=openai.DefaultHttpxClient(transport=http.MockTransport(answer))) as client:
+            told = client.chat.completions.create(**CREATE, stream=stream)
+            list(told) if stream else None
+
+    call = recording.call(app)
+    (request,) = sent
+    assert str(request.url) == "http://azure.internal/openai/deployments/mine/chat/completions?api-version=2024-10-21"
+    assert json.loads(request.content) == {**CREATE, "stream": stream}
+    assert request.headers["api-key"] == "sk-azure"
+    assert (call.server, call.choices[0].text, call.complete, call.exact) == ("azure.internal:80", "hello", True, False)
+    assert call.inexact_reason == "tokens not asked for"
+    assert "sk-azure" not in repr(call)
+
+
 def test_tokens_true_asks_strict_hosts_too(recording: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The setting overrides the rule."""
     monkeypatch.setattr(recorder, "tokens", True)
