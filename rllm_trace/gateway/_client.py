@@ -129,6 +129,7 @@ class Client:
             self._clock = loop.call_later(self._patience / 4, self._look, loop, task)
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
-        """Sends a whole answer."""
-        await self.start(status, [*headers, (b"content-length", str(len(body)).encode())])
+        """Sends a whole answer. That to a HEAD says the length that the server said, if it did."""
+        length = [] if self.method == "HEAD" else [(b"content-length", str(len(body)).encode())]
+        await self.start(status, [*headers, *length])
         await self.write(body, more=False)

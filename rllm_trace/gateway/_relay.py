@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Relay", "Translation"]
 
 _TYPE: Final = b"content-type"
+_LENGTH: Final = b"content-length"
 _ENCODING: Final = "content-encoding"
 _HIDDEN: Final = b"***"
 
@@ -172,9 +173,10 @@ class Relay:
             self._call.revoke()
 
     def _headers(self, response: httpx.Response) -> H.Headers:
-        headers = H.down([(name.lower(), value) for name, value in response.headers.raw], decoded=self._translation is not None)
+        told = [(name.lower(), value) for name, value in response.headers.raw]
+        headers = H.down(told, decoded=self._translation is not None)
         if self._translation is None:
-            return headers
+            return headers if self._client.method != "HEAD" else [*headers, *(entry for entry in told if entry[0] == _LENGTH)]
         is_stream = "event-stream" in response.headers.get("content-type", "")
         kind = b"text/event-stream; charset=utf-8" if is_stream else b"application/json"
         return [*((name, value) for name, value in headers if name != _TYPE), (_TYPE, kind), *self._translation.headers]

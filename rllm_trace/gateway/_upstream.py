@@ -25,6 +25,9 @@ __all__ = ["Upstream", "UpstreamStatusError", "Upstreams", "is_timeout", "is_unr
 
 _ANTHROPIC_VERSION: Final = (b"anthropic-version", b"2023-06-01")
 _NOT_ADDED: Final = ("Accept", "Accept-Encoding", "User-Agent", "Content-Type")
+_BODILESS: Final = ("GET", "HEAD", "OPTIONS")
+_KEEP_ALIVE: Final = 3.0
+"""Seconds that an idle connection is kept: fewer than the five after which servers such as uvicorn close theirs, or a call may meet the end."""
 _LARGE: Final = 2**20
 """Bytes from which on ``aiohttp`` wants a body that it can take in pieces."""
 _LONGEST: Final = 2**16
@@ -134,7 +137,7 @@ class Upstreams:
                 request.method,
                 self._url(request.url, encoded=True),
                 headers=[(_text(name), _text(value)) for name, value in request.headers],
-                data=content if len(content) < _LARGE else io.BytesIO(content),
+                data=_sendable(request.method, content),
                 skip_auto_headers=_NOT_ADDED,
                 allow_redirects=False,
                 timeout=kind.ClientTimeout(total=None, connect=silence, sock_connect=self._connect_timeout, sock_read=silence),
@@ -145,7 +148,7 @@ class Upstreams:
 
     def _opened(self) -> Any:
         kind = self._aiohttp
-        connector = kind.TCPConnector(limit=self._max_connections, keepalive_timeout=5.0)
+        connector = kind.TCPConnector(limit=self._max_connections, keepalive_timeout=_KEEP_ALIVE)
         return kind.ClientSession(
             connector=connector,
             cookie_jar=kind.DummyCookieJar(),
@@ -199,6 +202,12 @@ def _body_class(upstreams: Upstreams) -> type[Any]:
                 self._answer.close()
 
     return Body
+
+
+def _sendable(method: str, content: bytes) -> Any:
+    if not content and method in _BODILESS:
+        return None
+    return content if len(content) < _LARGE else io.BytesIO(content)
 
 
 def _text(data: bytes) -> str:

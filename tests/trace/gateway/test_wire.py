@@ -61,11 +61,12 @@ def gateway(wire: Wire) -> Iterator[Gateway]:
         yield gateway
 
 
-def asked(gateway: Gateway, path: str = "/chat/completions", body: bytes = BODY, **headers: str) -> bytes:
+def asked(gateway: Gateway, path: str = "/chat/completions", body: bytes = BODY, *, method: str = "POST", **headers: str) -> bytes:
     """What a client that adds nothing gets: its head is the one given here."""
     at = httpx.URL(gateway.base_url)
     with socket.create_connection((at.host, at.port or 0), 30) as client:
-        lines = [f"POST {at.path}{path} HTTP/1.1", "host: h", f"authorization: Bearer {gateway.token}", f"content-length: {len(body)}"]
+        lines = [f"{method} {at.path}{path} HTTP/1.1", "host: h", f"authorization: Bearer {gateway.token}"]
+        lines += [f"content-length: {len(body)}"] if body else []
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
         client.sendall("\r\n".join([*lines, "connection: close", "", ""]).encode() + body)
         received = b""
@@ -88,6 +89,16 @@ def test_a_request_goes_out_as_its_client_wrote_it(wire: Wire, gateway: Gateway)
         "x-mine: ünï",
     ]
     assert wire.bodies == [BODY]
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_what_has_no_body_goes_out_without_one(wire: Wire, gateway: Gateway, method: str) -> None:
+    """No length is added to the request, and the answer to a HEAD says the length that the server says."""
+    if method == "HEAD":
+        wire.answer = b"HTTP/1.1 200 OK\r\ncontent-length: 1234\r\n\r\n"
+    answer = asked(gateway, "/models", b"", method=method).lower()
+    assert b"content-length" not in wire.heads[0].lower()
+    assert (b"content-length: 1234" if method == "HEAD" else b"content-length: 2") in answer
 
 
 def test_a_cookie_of_one_answer_goes_with_no_other_request(wire: Wire, gateway: Gateway) -> None:
