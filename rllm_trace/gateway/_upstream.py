@@ -27,7 +27,7 @@ _ANTHROPIC_VERSION: Final = (b"anthropic-version", b"2023-06-01")
 _NOT_ADDED: Final = ("Accept", "Accept-Encoding", "User-Agent", "Content-Type")
 _BODILESS: Final = ("GET", "HEAD", "OPTIONS")
 _KEEP_ALIVE: Final = 3.0
-"""Seconds that an idle connection is kept: fewer than the five after which servers such as uvicorn close theirs, or a call may meet the end."""
+"""Seconds that an idle connection is kept: fewer than the five after which servers such as uvicorn close theirs."""
 _LARGE: Final = 2**20
 """Bytes from which on ``aiohttp`` wants a body that it can take in pieces."""
 _LONGEST: Final = 2**16
