@@ -51,20 +51,17 @@ class _Tee:
         self._show: Callable[[bytes], bytes] | None = reader.feed
 
     def _feed(self, chunk: bytes) -> bytes:
-        show = self._show
+        show, reader = self._show, self._reader
         if show is None:
             return chunk
         try:
-            return show(chunk)
+            quickly = None if reader is None else reader.quickly
+            seen = None if quickly is None else quickly(chunk)
+            return show(chunk) if seen is None else seen
         except Exception as error:  # noqa: BLE001 - as in ``guard``
-            self._failed(error)
+            self._show = None
+            guard.count("stream", error)
             return chunk
-
-    def _failed(self, error: Exception) -> None:
-        self._show = None
-        if self._reader is not None:
-            self._reader.quickly = None
-        guard.count("stream", error)
 
     def _flush(self) -> bytes:
         rest = b""
@@ -92,14 +89,7 @@ def _sync_class(module: Any) -> type[Any]:
             try:
                 feed, reader = self._feed, self._reader
                 for chunk in self._inner:
-                    seen = None
-                    if reader is not None and (quickly := reader.quickly) is not None:
-                        try:
-                            seen = quickly(chunk)
-                        except Exception as error:  # noqa: BLE001 - as in ``guard``
-                            self._failed(error)
-                    if seen is None:
-                        seen = feed(chunk)
+                    seen = feed(chunk)
                     if held:
                         seen = held + seen
                     if reader is not None and reader.holds:
@@ -135,14 +125,7 @@ def _async_class(module: Any) -> type[Any]:
             try:
                 feed, reader = self._feed, self._reader
                 async for chunk in self._inner:
-                    seen = None
-                    if reader is not None and (quickly := reader.quickly) is not None:
-                        try:
-                            seen = quickly(chunk)
-                        except Exception as error:  # noqa: BLE001 - as in ``guard``
-                            self._failed(error)
-                    if seen is None:
-                        seen = feed(chunk)
+                    seen = feed(chunk)
                     if held:
                         seen = held + seen
                     if reader is not None and reader.holds:
