@@ -14,6 +14,7 @@ import msgspec
 from rllm_trace.attributes import HEADER_CONVERSATION
 from rllm_trace.clients._call import ClientCall, Destination
 from rllm_trace.clients._decode import UNREADABLE, Operation
+from rllm_trace.clients._parameters import NOT_GIVEN
 from rllm_trace.routing import kept_header
 
 __all__ = ["body_of", "destination_of", "is_sound", "operation_of", "with_call"]
@@ -26,8 +27,6 @@ _PATHS: Final[tuple[tuple[str, Operation], ...]] = (
 _FOREIGN: Final = ("api-key", "x-api-key", "OpenAI-Organization", "OpenAI-Project", "Cookie")
 _ACCEPT_ENCODING: Final = "Accept-Encoding"
 """``identity`` where the app reads the answer itself: what was added is taken out of the bytes on their way."""
-_NOT_GIVEN: Final = frozenset({"NotGiven", "Omit"})
-"""The SDK's words for what was left out."""
 _AZURE: Final = "BaseAzureClient"
 """What both Azure clients of every release inherit from; their servers refuse unknown fields at any host."""
 _RAW_RESPONSE: Final = "X-Stainless-Raw-Response"
@@ -70,7 +69,7 @@ def is_sound(options: Any) -> bool:
 
 
 def _is_given_well(given: Any) -> bool:
-    return not given or isinstance(given, Mapping) or type(given).__name__ in _NOT_GIVEN
+    return not given or isinstance(given, Mapping) or type(given).__name__ in NOT_GIVEN
 
 
 def destination_of(client: Any, options: Any) -> Destination:

@@ -18,11 +18,11 @@ from typing import Any, Final, cast
 from rllm_trace._context import current
 from rllm_trace._guard import guard
 
-__all__ = ["agrees", "copied", "install", "renames", "uninstall"]
+__all__ = ["NOT_GIVEN", "agrees", "copied", "install", "renames", "uninstall"]
 
 _MODULE: Final = "openai._utils._transform"
 _ATOMS: Final = frozenset({str, int, float, bool, NoneType})
-_NOT_GIVEN: Final = frozenset({"NotGiven", "Omit"})
+NOT_GIVEN: Final = frozenset({"NotGiven", "Omit"})
 """The client's words for what was left out."""
 
 
@@ -39,7 +39,7 @@ def copied(given: Any, expected: Any) -> dict[str, Any] | None:
         for name, value in cast("dict[str, Any]", given).items():
             if type(value) in _ATOMS:
                 found[name] = value
-            elif type(value).__name__ not in _NOT_GIVEN:
+            elif type(value).__name__ not in NOT_GIVEN:
                 found[name] = _copy(value)
     except (_NotPlainError, RecursionError):
         return None

@@ -18,7 +18,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any, Final, Self, cast
+from typing import Any, Final, Self
 
 import msgspec
 
@@ -194,8 +194,8 @@ class Gateway:
         if self._socket is not None:
             raise ConfigurationError("the gateway is running already")
         try:
-            import aiohttp
-            import uvicorn
+            self._uvicorn: Any = importlib.import_module("uvicorn")
+            importlib.import_module("aiohttp")  # what speaks to the servers, asked for only once it runs
         except ImportError as error:
             raise ConfigurationError(_INSTALL.format(error)) from error
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
@@ -209,7 +209,6 @@ class Gateway:
             raise ConfigurationError(f"the gateway cannot listen on {self._host}:{self._port} ({error}); give another port") from error
         self._socket = listener
         self._ready = threading.Event()
-        self._uvicorn, self._aiohttp = cast("Any", uvicorn), cast("Any", aiohttp)
         if self._commit is not None:
             recorder.span_sinks = (*recorder.span_sinks, self._commit)
             recorder.check_environment()
